@@ -1,0 +1,148 @@
+"""The two configurations every layer reads: what the user chose and what the checkpoint is.
+
+Both are frozen: nothing is ever written to a configuration after it was made. What is *measured*
+(how many blocks fit) travels separately as `CacheSize`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Literal
+
+DType = Literal["auto", "float32", "bfloat16", "float16"]
+
+
+@dataclass(frozen=True)
+class EngineConfig:
+    """Every choice a user can make about an engine.
+
+    Command-line flags and keyword arguments of `LLM` and `LLMEngine` are made from these fields.
+
+    Raises:
+        ValueError: a value is out of range; the message names the field, the value and the remedy.
+    """
+
+    model: str
+    """Short name (`jaxllm pull` lists them), GGUF file, Hugging Face folder, or hub id."""
+    tokenizer: str | None = None
+    """Folder or hub id to take the tokenizer from; by default the model's own."""
+    dtype: DType = "auto"
+    """Type of weights, activations and K/V cache. auto: the checkpoint's on a GPU, float32 on a CPU."""
+    seed: int = 0
+    """Seed of the engine; requests without a seed of their own draw theirs from it."""
+    device: str | None = None
+    """Platform and first device, as "cuda", "cuda:0" or "cpu"; by default what JAX finds first."""
+    max_model_len: int | None = None
+    """Longest prompt plus output of one request, in tokens; by default the checkpoint's context length."""
+    max_num_seqs: int | None = None
+    """Most requests running at once; by default 256 on a GPU, 16 on a CPU."""
+    max_num_batched_tokens: int | None = None
+    """Most tokens computed in one step; by default 8192 on a GPU, 512 on a CPU."""
+    block_size: int = 16
+    """Tokens in one block of the K/V cache; a power of two."""
+    gpu_memory_utilization: float = 0.9
+    """Share of a GPU's memory the engine may take for weights, K/V cache and temporaries."""
+    kv_cache_memory_bytes: int | None = None
+    """Bytes of K/V cache per device, instead of what gpu_memory_utilization leaves (on a CPU: of at most 2 GiB)."""
+    num_gpu_blocks_override: int | None = None
+    """Number of K/V cache blocks, instead of a number derived from memory."""
+    enforce_eager: bool = False
+    """Compile each shape when it is first met, without CUDA graphs: starts sooner, runs slower."""
+    tensor_parallel_size: int = 1
+    """Number of devices every layer is split over; has to divide the number of K/V heads."""
+    max_steps_in_flight: int = 2
+    """Steps launched before the oldest is read: 2 hides the host behind the device, 1 is synchronous."""
+    attention_backend: Literal["auto", "xla"] = "auto"
+    """Implementation of paged attention; auto takes the fastest for the device."""
+    compilation_cache: bool = True
+    """Keep compiled programs in the cache folder (JAXLLM_CACHE), so that the next start is fast."""
+
+    def __post_init__(self) -> None:
+        self._check_counts()
+        if not 0 < self.gpu_memory_utilization <= 1:
+            raise ValueError(
+                f"gpu_memory_utilization={self.gpu_memory_utilization} is not a share of memory: "
+                "use a number above 0 and at most 1, 0.9 for example"
+            )
+        if self.block_size & (self.block_size - 1):
+            raise ValueError(f"block_size={self.block_size} is not a power of two: use 16, 32, 64 or 128")
+        if self.dtype not in DType.__args__:
+            raise ValueError(f"dtype={self.dtype!r} is unknown: use one of {', '.join(DType.__args__)}")
+
+    def _check_counts(self) -> None:
+        for name in (
+            "max_model_len",
+            "max_num_seqs",
+            "max_num_batched_tokens",
+            "block_size",
+            "kv_cache_memory_bytes",
+            "num_gpu_blocks_override",
+            "tensor_parallel_size",
+            "max_steps_in_flight",
+        ):
+            value = getattr(self, name)
+            if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
+                raise ValueError(f"{name}={value!r} has to be a whole number of at least 1")
+
+
+@dataclass(frozen=True)
+class RopeConfig:
+    """Rotary position embedding: the base and, for Llama 3.1 and later, its scaling of low frequencies."""
+
+    theta: float = 10000.0
+    scaling: Literal["none", "llama3"] = "none"
+    factor: float = 1.0
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    original_max_position: int = 8192
+    freq_factors: tuple[float, ...] = ()
+    """Divisor of each of the head_dim / 2 frequencies, the form GGUF files give a scaling in; empty: none."""
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """Facts of a checkpoint, in one vocabulary for every family and file format."""
+
+    family: str
+    vocab_size: int
+    hidden_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    intermediate_size: int
+    max_position_embeddings: int
+    rms_norm_eps: float = 1e-5
+    rope: RopeConfig = dataclasses.field(default_factory=RopeConfig)
+    tie_word_embeddings: bool = False
+    attention_bias: bool = False
+    mlp_bias: bool = False
+    dtype: Literal["float32", "bfloat16", "float16"] = "float32"
+    """Type the checkpoint was stored in (float32 for quantised GGUF files)."""
+    eos_token_ids: tuple[int, ...] = ()
+    """Tokens that end an answer: generation_config.json's where there is one."""
+
+    @property
+    def group_size(self) -> int:
+        """Query heads that share one K/V head."""
+        return self.num_heads // self.num_kv_heads
+
+    def kv_bytes_per_token(self, itemsize: int) -> int:
+        """Bytes of K/V cache one token takes over all layers."""
+        return 2 * self.num_layers * self.num_kv_heads * self.head_dim * itemsize
+
+
+@dataclass(frozen=True)
+class CacheSize:
+    """The measured size of the K/V cache: returned by the runner, handed to the scheduler."""
+
+    num_blocks: int
+    """Device blocks, block 0 (the null block that padding points at) included."""
+    block_size: int
+    """Tokens per block."""
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens the blocks that requests can own hold together."""
+        return (self.num_blocks - 1) * self.block_size

@@ -1,0 +1,98 @@
+"""The attention layer: projections, rotation, K/V write, paged attention.
+
+K/V are written to their slots before attention reads them, so a token sees itself and requests of the
+same step that share a block see each other's.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import NamedTuple
+
+import jax
+from flax import nnx
+from jax.sharding import PartitionSpec
+from jaxtyping import Array, Float, Int
+
+from jaxllm.config import ModelConfig
+from jaxllm.kernels.ragged_paged_attention import ragged_paged_attention
+from jaxllm.models.layers import Projection, Setting
+from jaxllm.models.rope import rotate
+from jaxllm.parallel.sharding import KV_AXES, KV_CACHE_AXES, QUERY_AXES, partition_spec
+
+
+class LayerCache(NamedTuple):
+    """K/V of one layer."""
+
+    keys: Float[Array, "blocks block_size kv_heads head_dim"]
+    values: Float[Array, "blocks block_size kv_heads head_dim"]
+
+
+class Placement(NamedTuple):
+    """Where the tokens of a step belong; the same for every layer."""
+
+    block: Int[Array, " tokens"]
+    """Block each token's K/V is written to; padding tokens write to the null block."""
+    offset: Int[Array, " tokens"]
+    """Place in that block."""
+    block_tables: Int[Array, "rows max_blocks"]
+    kv_lens: Int[Array, " rows"]
+    cu_q_lens: Int[Array, " rows+1"]
+
+
+class Attention(nnx.Module):
+    """Grouped-query attention (arXiv:2305.13245) over the paged cache."""
+
+    def __init__(self, config: ModelConfig, setting: Setting):
+        hidden, head_dim = ("hidden", config.hidden_size), ("head_dim", config.head_dim)
+        kv_heads, heads = ("kv_heads", config.num_kv_heads), ("heads", config.num_heads)
+        group = ("qkv", config.group_size + 2)
+        self.qkv = Projection([hidden], [kv_heads, group, head_dim], setting, config.attention_bias)
+        self.out = Projection([heads, head_dim], [hidden], setting, config.attention_bias)
+        self.scale, self.setting = config.head_dim**-0.5, setting
+
+    def __call__(
+        self,
+        x: Float[Array, "tokens hidden"],
+        rotation: tuple[Array, Array],
+        cache: LayerCache,
+        placement: Placement,
+    ) -> tuple[Float[Array, "tokens hidden"], LayerCache]:
+        q, k, v = self.split(self.qkv(x), rotation)
+        out, cache = self.write_and_attend(q, k, v, cache, placement)
+        return self.out(out), cache
+
+    def split(self, qkv: Float[Array, "tokens kv_heads qkv head_dim"], rotation: tuple[Array, Array]):
+        """Rotated queries [tokens, heads, head_dim], rotated keys and values [tokens, kv_heads, head_dim]."""
+        rotated = rotate(qkv[:, :, :-1], *rotation)
+        q = rotated[:, :, :-1].reshape(qkv.shape[0], -1, qkv.shape[-1])
+        return q, rotated[:, :, -1], qkv[:, :, -1]
+
+    def write_and_attend(self, q, k, v, cache: LayerCache, placement: Placement) -> tuple[Array, LayerCache]:
+        """Each device does its own heads: attention needs nothing of the others'."""
+        heads, kv, pages = (partition_spec(axes) for axes in (QUERY_AXES, KV_AXES, KV_CACHE_AXES))
+        whole = Placement(*(PartitionSpec(),) * len(Placement._fields))
+        attend = partial(ragged_paged_attention, scale=self.scale, backend=self.setting.attention_backend)
+        local = jax.shard_map(
+            partial(_write_and_attend, attend),
+            mesh=self.setting.mesh,
+            in_specs=(heads, kv, kv, LayerCache(pages, pages), whole),
+            out_specs=(heads, LayerCache(pages, pages)),
+            check_vma=False,
+        )
+        return local(q, k, v, cache, placement)
+
+
+def _write_and_attend(attend, q, k, v, cache: LayerCache, placement: Placement) -> tuple[Array, LayerCache]:
+    with jax.named_scope("write_kv"):
+        cache = LayerCache(*(_write(pages, new, placement) for pages, new in zip(cache, (k, v), strict=True)))
+    with jax.named_scope("paged_attention"):
+        out = attend(
+            q, cache.keys, cache.values, placement.block_tables, placement.kv_lens, placement.cu_q_lens
+        )
+    return out, cache
+
+
+def _write(pages: Array, new: Array, placement: Placement) -> Array:
+    slots = (placement.block, placement.offset)
+    return pages.at[slots].set(new.astype(pages.dtype), mode="promise_in_bounds")

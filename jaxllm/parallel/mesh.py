@@ -1,0 +1,72 @@
+"""Which devices an engine runs on, as a mesh with named axes.
+
+There is always a mesh, of one device too: nothing above asks whether there is more than one.
+"""
+
+from __future__ import annotations
+
+import os
+
+import jax
+import numpy as np
+from jax.sharding import Mesh
+
+from jaxllm.config import EngineConfig, ModelConfig
+
+TENSOR_AXIS = "tensor"
+MEMORY_FRACTION = "XLA_CLIENT_MEM_FRACTION"
+
+
+def reserve_device_memory(config: EngineConfig) -> None:
+    """Tells XLA how much GPU memory to preallocate; only works before JAX first touches a device.
+
+    A fraction the user set in the environment is left alone.
+    """
+    os.environ.setdefault(MEMORY_FRACTION, str(config.gpu_memory_utilization))
+
+
+def make_mesh(config: EngineConfig) -> Mesh:
+    """A mesh of `tensor_parallel_size` devices, from the one `config.device` names on.
+
+    Raises:
+        ValueError: no such platform or too few devices.
+    """
+    devices = _devices_from(config.device)
+    size = config.tensor_parallel_size
+    if size > len(devices):
+        raise ValueError(
+            f"tensor_parallel_size={size} needs {size} devices, but there are {len(devices)} "
+            f"({devices[0].device_kind}): lower it, or make more devices visible"
+        )
+    return Mesh(np.array(devices[:size]), (TENSOR_AXIS,))
+
+
+def _devices_from(name: str | None) -> list[jax.Device]:
+    if name is None:
+        return jax.devices()
+    platform, _, index = name.partition(":")
+    if index and not index.isdigit():
+        raise ValueError(f"device={name!r} is not valid: use a platform and a number, as 'cuda:0' or 'cpu'")
+    try:
+        devices = jax.devices(platform)
+    except RuntimeError as error:
+        raise ValueError(
+            f"device={name!r} is not available: JAX sees {jax.devices()[0].platform} devices only. "
+            "For a GPU install 'jaxllm[cuda13]' or 'jaxllm[cuda12]' and check CUDA_VISIBLE_DEVICES"
+        ) from error
+    start = int(index or 0)
+    if start >= len(devices):
+        raise ValueError(f"device={name!r} does not exist: there are {len(devices)} {platform} devices")
+    return devices[start:]
+
+
+def check_divides(model: ModelConfig, size: int) -> None:
+    """Raises ValueError, listing the sizes that work, unless `size` devices can share the model's parts."""
+    dims = {"K/V heads": model.num_kv_heads, "intermediate_size": model.intermediate_size, "vocab": model.vocab_size}
+    if all(dim % size == 0 for dim in dims.values()):
+        return
+    fits = [n for n in range(1, model.num_kv_heads + 1) if all(dim % n == 0 for dim in dims.values())]
+    parts = ", ".join(f"{dim} {name}" for name, dim in dims.items())
+    raise ValueError(
+        f"tensor_parallel_size={size} does not divide this model ({parts}): use {' or '.join(map(str, fits))}"
+    )

@@ -1,0 +1,66 @@
+"""The compiled steps of an engine, one per bucket: all there before the first request.
+
+After `compile_all` nothing compiles any more: a call with another shape is an error of the executable
+itself. With `lazily=True` (enforce_eager) each bucket is compiled when it is first met instead.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import jax
+from tqdm import tqdm
+
+from jaxllm.runner.buckets import Bucket
+from jaxllm.runner.executable_store import ExecutableStore
+
+type Signature = tuple[Any, Any]
+"""Pytrees of a step's arguments and outputs."""
+
+
+class Executables:
+    """Compiled executables by bucket."""
+
+    def __init__(
+        self,
+        lower: Callable[[Bucket], jax.stages.Lowered],
+        signature: Callable[[Bucket], Signature],
+        store: ExecutableStore | None,
+        compiler_options: dict[str, Any],
+    ):
+        self.lower = lower
+        self.signature = signature
+        self.store = store
+        self.compiler_options = compiler_options
+        self.compiled: dict[Bucket, jax.stages.Compiled] = {}
+        # Tracing holds the interpreter lock: doing one at a time leaves the other cores to the compiler.
+        self.tracing = threading.Lock()
+
+    def get(self, bucket: Bucket) -> jax.stages.Compiled:
+        """The bucket's executable, compiled now if it was not compiled ahead of time."""
+        if bucket not in self.compiled:
+            self.compiled[bucket] = self.make(bucket)
+        return self.compiled[bucket]
+
+    def compile_all(self, buckets: Sequence[Bucket], progress: bool = True) -> None:
+        """Loads or compiles every bucket, in parallel, with a progress bar on a terminal."""
+        with ThreadPoolExecutor(max_workers=min(len(buckets), os.cpu_count() or 1)) as pool:
+            results = pool.map(self.make, buckets)
+            bar = tqdm(results, "compiling", len(buckets), disable=None if progress else True, leave=False)
+            self.compiled.update(zip(buckets, bar, strict=True))
+
+    def make(self, bucket: Bucket) -> jax.stages.Compiled:
+        """From disk, or lowered and compiled and then stored."""
+        stored = self.store.load(bucket.name, *self.signature(bucket)) if self.store else None
+        if stored is not None:
+            return stored
+        with self.tracing:
+            lowered = self.lower(bucket)
+        compiled = lowered.compile(compiler_options=self.compiler_options)
+        if self.store:
+            self.store.save(bucket.name, compiled)
+        return compiled

@@ -1,0 +1,91 @@
+"""The compiled step: state changes, the model, sampling. One call computes any plan that fits the bucket."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Int
+
+from jaxllm.models.attention import LayerCache, Placement
+from jaxllm.models.transformer import Decoder
+from jaxllm.runner.device_state import DeviceState, SamplingState
+from jaxllm.runner.sampler import Sample, sample
+from jaxllm.runner.step_input import StepInput
+
+
+class Tokens(NamedTuple):
+    """Every token of the step, padding included."""
+
+    ids: Int[Array, " tokens"]
+    seat: Int[Array, " tokens"]
+    position: Int[Array, " tokens"]
+    valid: Bool[Array, " tokens"]
+
+
+def run_step(
+    model: Decoder, cache: tuple[LayerCache, ...], state: DeviceState, step: StepInput
+) -> tuple[tuple[LayerCache, ...], DeviceState, Int[Array, "2 rows"]]:
+    """Computes a step.
+
+    Returns:
+        The cache and the state, both updated, and one int32 array for the host: sampled token ids, and
+        the bits of their float32 log-probabilities.
+    """
+    with jax.named_scope("prepare"):
+        state = apply_changes(state, step)
+        tokens = lay_out_tokens(state, step)
+        state = state._replace(seen=state.seen.at[tokens.seat, tokens.ids].set(True))
+        placement = place_tokens(state, step, tokens, cache[0].keys.shape[1])
+    hidden, cache = model(tokens.ids, tokens.position, cache, placement)
+    last = jnp.maximum(step.query_start[1:] - 1, 0)
+    logits = model.logits(hidden[last])
+    with jax.named_scope("sample"):
+        rows = SamplingState(*(field[step.seats] for field in state.sampling))
+        sampled = sample(logits, rows, lambda: state.seen[step.seats], step.context_lens)
+        state = remember(state, step, sampled)
+    bits = jax.lax.bitcast_convert_type(sampled.logprobs, jnp.int32)
+    return cache, state, jnp.stack([sampled.token_ids, bits])
+
+
+def apply_changes(state: DeviceState, step: StepInput) -> DeviceState:
+    """Writes new table entries and the sampling state of admitted seats."""
+    table = state.block_table.at[step.table_seat, step.table_index].set(step.table_block)
+    if step.admitted_seats.shape[0] == 0:
+        return state._replace(block_table=table)
+    seats = step.admitted_seats
+    fields = zip(state.sampling, step.admitted, strict=True)
+    sampling = SamplingState(*(old.at[seats].set(new) for old, new in fields))
+    return state._replace(block_table=table, sampling=sampling, seen=state.seen.at[seats].set(False))
+
+
+def lay_out_tokens(state: DeviceState, step: StepInput) -> Tokens:
+    """Finds each token's seat and position, and fills in those only the device knows."""
+    index = jnp.arange(step.token_ids.shape[0])
+    row = jnp.searchsorted(step.query_start[1:], index, side="right")
+    valid = index < step.query_start[-1]
+    row = jnp.minimum(row, step.seats.shape[0] - 1)
+    seat = jnp.where(valid, step.seats[row], state.last_token.shape[0] - 1)
+    position = step.context_lens[row] - (step.query_start[row + 1] - index)
+    is_last = index == step.query_start[row + 1] - 1
+    ids = jnp.where(step.pending[row] & is_last, state.last_token[seat], step.token_ids)
+    return Tokens(ids, seat, jnp.where(valid, position, 0), valid)
+
+
+def place_tokens(state: DeviceState, step: StepInput, tokens: Tokens, block_size: int) -> Placement:
+    """Looks up the slot of every token; padding goes to the null block."""
+    block = state.block_table[tokens.seat, tokens.position // block_size]
+    return Placement(
+        block=jnp.where(tokens.valid, block, 0),
+        offset=tokens.position % block_size,
+        block_tables=state.block_table[step.seats],
+        kv_lens=step.context_lens,
+        cu_q_lens=step.query_start,
+    )
+
+
+def remember(state: DeviceState, step: StepInput, sampled: Sample) -> DeviceState:
+    """Keeps each sampled token by seat: it is the input of the seat's next step."""
+    kept = jnp.where(step.samples, sampled.token_ids, state.last_token[step.seats])
+    return state._replace(last_token=state.last_token.at[step.seats].set(kept))

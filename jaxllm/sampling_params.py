@@ -1,0 +1,83 @@
+"""How one request is sampled and when it stops. Names and defaults are vLLM's."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+MAX_SUPPRESSED_TOKEN_IDS = 32
+"""Stop tokens (end-of-sequence tokens included) that `min_tokens` can hold back."""
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """Sampling and stopping of one request; checked when it is made.
+
+    Raises:
+        ValueError: a value is out of range; the message names the field, the value and the remedy.
+        TypeError: a keyword that is not a field.
+    """
+
+    temperature: float = 1.0
+    """0 takes the most likely token (greedy); above, logits are divided by it."""
+    top_p: float = 1.0
+    """Sample from the smallest set of tokens whose probability adds up to this; 1 is all."""
+    top_k: int = 0
+    """Sample from this many most likely tokens; 0 or -1 is all."""
+    seed: int | None = None
+    """The same seed gives the same tokens, whatever else runs in the batch."""
+    repetition_penalty: float = 1.0
+    """Above 1, tokens of the prompt and of the answer so far become less likely."""
+    max_tokens: int | None = 16
+    """Most tokens to generate; None is up to max_model_len."""
+    min_tokens: int = 0
+    """Tokens to generate before a stop token or end-of-sequence token may come."""
+    stop: str | Sequence[str] = ()
+    """Text that ends the answer; it is not part of the answer."""
+    stop_token_ids: Sequence[int] = ()
+    """Tokens that end the answer, besides the model's end-of-sequence tokens."""
+    ignore_eos: bool = False
+    """Go on after the model's end-of-sequence token."""
+
+    def __post_init__(self) -> None:
+        stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
+        object.__setattr__(self, "stop", stop)
+        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids or ()))
+        self._check_sampling()
+        self._check_stopping()
+
+    @property
+    def greedy(self) -> bool:
+        return self.temperature == 0
+
+    def _check_sampling(self) -> None:
+        _check("temperature", self.temperature, float, lambda v: v >= 0, "0 (greedy) or above")
+        _check("top_p", self.top_p, float, lambda v: 0 < v <= 1, "above 0 and at most 1 (1 keeps every token)")
+        _check("top_k", self.top_k, int, lambda v: v >= -1, "a whole number of 1 or above, or 0 for every token")
+        _check("repetition_penalty", self.repetition_penalty, float, lambda v: v > 0, "a number above 0 (1 is off)")
+        if self.seed is not None:
+            _check("seed", self.seed, int, lambda v: True, "a whole number, or None for one that is drawn")
+
+    def _check_stopping(self) -> None:
+        if self.max_tokens is not None:
+            remedy = "a whole number of 1 or above, or None for no limit"
+            _check("max_tokens", self.max_tokens, int, lambda v: v >= 1, remedy)
+        _check("min_tokens", self.min_tokens, int, lambda v: v >= 0, "a whole number of 0 or above")
+        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
+            raise ValueError(
+                f"min_tokens={self.min_tokens} is above max_tokens={self.max_tokens}: "
+                "raise max_tokens or lower min_tokens"
+            )
+        for text in self.stop:
+            _check("stop", text, str, lambda v: v != "", "strings that are not empty")
+        for token in self.stop_token_ids:
+            _check("stop_token_ids", token, int, lambda v: v >= 0, "token ids of 0 or above")
+
+
+def _check(name: str, value: Any, kind: type, accepts: Callable[[Any], bool], remedy: str) -> None:
+    kinds = (int, float) if kind is float else (kind,)
+    right_type = isinstance(value, kinds) and not isinstance(value, bool)
+    if not right_type or (kind is float and not math.isfinite(value)) or not accepts(value):
+        raise ValueError(f"{name}={value!r} is not valid: use {remedy}")

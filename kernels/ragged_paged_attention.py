@@ -1,0 +1,74 @@
+"""Attention of ragged queries over a paged K/V cache: the one attention operation of a step.
+
+Every row of a step, a first chunk of a prompt, a later chunk, or the single token of a running
+request, is a run of queries at the end of a context whose K/V lie in blocks. The result of a row
+depends on nothing but its own queries and the blocks its table names: padding rows, padding tokens,
+table entries beyond a context and whatever lies in unused slots (NaN included) change nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Literal
+
+from jaxtyping import Array, Float, Int
+
+from jaxllm.kernels.ragged_paged_attention_xla import ragged_paged_attention_xla
+
+Backend = Literal["xla"]
+BACKENDS: dict[Backend, Callable[..., Array]] = {"xla": ragged_paged_attention_xla}
+
+
+def ragged_paged_attention(
+    q: Float[Array, "tokens heads head_dim"],
+    k_cache: Float[Array, "blocks block_size kv_heads head_dim"],
+    v_cache: Float[Array, "blocks block_size kv_heads head_dim"],
+    block_tables: Int[Array, "rows max_blocks"],
+    kv_lens: Int[Array, " rows"],
+    cu_q_lens: Int[Array, " rows+1"],
+    *,
+    scale: float,
+    window: int | None = None,
+    soft_cap: float | None = None,
+    sinks: Float[Array, " heads"] | None = None,
+    k_scale: float = 1.0,
+    v_scale: float = 1.0,
+    backend: Backend = "xla",
+) -> Float[Array, "tokens heads head_dim"]:
+    """Causal attention of each row's queries over its context; the K/V of the queries are already written.
+
+    Args:
+        q: queries of all rows, one row after the other; tokens past `cu_q_lens[-1]` are padding.
+        k_cache: keys; position p of row r lies at `[block_tables[r, p // block_size], p % block_size]`.
+        v_cache: values, likewise.
+        block_tables: int32 block ids; entries past a row's context may be any valid id.
+        kv_lens: context length of each row, its queries included; 0 for padding rows.
+        cu_q_lens: row r's queries are `q[cu_q_lens[r]:cu_q_lens[r + 1]]`, at positions
+            `kv_lens[r] - n` to `kv_lens[r] - 1`.
+        scale: factor on the scores, usually `head_dim ** -0.5`.
+        window: a query sees itself and the `window - 1` positions before it; None is all of them.
+        soft_cap: scores become `soft_cap * tanh(scores / soft_cap)` (Gemma 2, arXiv:2408.00118).
+        sinks: one logit per head that takes part in the softmax and has no value (gpt-oss).
+        k_scale: factor that turns stored keys into keys (for quantised caches).
+        v_scale: factor that turns stored values into values.
+        backend: the implementation; "xla" runs on any device.
+
+    Returns:
+        Weighted values in q's dtype; rows of padding tokens are finite and of no meaning.
+        Scores, softmax and sums are float32. The online softmax is FlashAttention's (arXiv:2205.14135).
+    """
+    assert q.shape[1] % k_cache.shape[2] == 0, f"{q.shape[1]} query heads over {k_cache.shape[2]} K/V heads"
+    return BACKENDS[backend](
+        q,
+        k_cache,
+        v_cache,
+        block_tables,
+        kv_lens,
+        cu_q_lens,
+        scale=scale,
+        window=window,
+        soft_cap=soft_cap,
+        sinks=sinks,
+        k_scale=k_scale,
+        v_scale=v_scale,
+    )

@@ -1,0 +1,129 @@
+"""Random walks: add, abort, launch and read in any order, with every invariant checked after each action."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+
+import pytest
+from doubles import FakeEngine, expected_answer, make_request
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from jaxllm.config import CacheSize
+from jaxllm.request import FinishReason, Request
+
+MAX_LEN = 40
+BLOCK_SIZES = [1, 2, 4, 8]
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Everything a scheduler is made with; the cache holds one longest request and `spare` blocks more."""
+
+    num_seats: int
+    budget: int
+    block_size: int
+    spare: int
+    depth: int
+
+    def engine(self) -> FakeEngine:
+        longest = -(-(MAX_LEN - 1) // self.block_size)
+        return FakeEngine(self.num_seats, self.budget, CacheSize(longest + 1 + self.spare, self.block_size), self.depth)
+
+
+class Walk:
+    """Carries out actions on an engine and knows what every request has to end as."""
+
+    def __init__(self, shape: Shape) -> None:
+        self.engine = shape.engine()
+        self.requests: list[Request] = []
+        self.aborted: set[str] = set()
+
+    def add(self, prompt_len: int, max_tokens: int, stops: int) -> None:
+        """A request that stops at every token id that is a multiple of `stops`."""
+        prompt_len = min(prompt_len, MAX_LEN - 1)
+        max_tokens = min(max_tokens, MAX_LEN - prompt_len)
+        eos = range(0, 251, stops)
+        request = make_request(str(len(self.requests)), prompt_len, max_tokens, eos=eos, min_tokens=max_tokens // 4)
+        self.requests.append(request)
+        self.engine.add(request)
+
+    def abort(self, index: int) -> None:
+        unfinished = list(self.engine.scheduler.requests)
+        if unfinished:
+            request_id = unfinished[index % len(unfinished)]
+            assert self.engine.abort(request_id)
+            self.aborted.add(request_id)
+
+    def launch(self) -> None:
+        if len(self.engine.in_flight) < self.engine.depth:
+            self.engine.launch()
+
+    def read(self) -> None:
+        if self.engine.in_flight:
+            self.engine.read()
+
+    def finish(self) -> None:
+        """Run to the end: everything was answered rightly and nothing is held any more."""
+        self.engine.run()
+        self.engine.check_invariants()
+        assert self.engine.scheduler.kv.num_used_blocks == 0
+        for request in self.requests:
+            self._check_answer(request)
+
+    def _check_answer(self, request: Request) -> None:
+        expected, reason = expected_answer(request)
+        got = self.engine.answers[request.request_id]
+        assert got == request.output_ids and request.num_pending == 0
+        if request.request_id in self.aborted:
+            assert got == expected[: len(got)] and request.finish_reason is FinishReason.ABORT
+        else:
+            assert got == expected and request.finish_reason is reason
+
+
+ACTIONS = st.one_of(
+    st.tuples(st.just("add"), st.integers(1, MAX_LEN), st.integers(1, MAX_LEN), st.sampled_from([3, 20, 500])),
+    st.tuples(st.just("abort"), st.integers(0, 99)),
+    st.tuples(st.just("launch")),
+    st.tuples(st.just("launch")),
+    st.tuples(st.just("read")),
+)
+SHAPES = st.builds(
+    Shape,
+    num_seats=st.integers(1, 8),
+    budget=st.integers(1, 60),
+    block_size=st.sampled_from(BLOCK_SIZES),
+    spare=st.integers(0, 20),
+    depth=st.integers(1, 4),
+)
+
+
+@settings(max_examples=300, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
+@given(shape=SHAPES, actions=st.lists(ACTIONS, max_size=60))
+def test_any_actions(shape: Shape, actions: list[tuple]):
+    walk = Walk(shape)
+    for name, *arguments in actions:
+        getattr(walk, name)(*arguments)
+        walk.engine.check_invariants()
+    walk.finish()
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_long_walk(seed: int):
+    """1000 random actions under load: requests arrive faster than the small cache lets them be served."""
+    rng = random.Random(seed)
+    block_size = BLOCK_SIZES[seed % 4]
+    spare = rng.randint(0, MAX_LEN // block_size)
+    walk = Walk(Shape(rng.randint(4, 8), rng.choice([4, 16, 64]), block_size, spare, 1 + seed % 5))
+    for _ in range(1000):
+        action = rng.choices(["add", "abort", "launch", "read"], [2, 0.3, 10, 9])[0]
+        if action == "add":
+            walk.add(rng.randint(1, MAX_LEN), rng.randint(1, MAX_LEN), rng.choice([3, 20, 500]))
+        elif action == "abort":
+            walk.abort(rng.randrange(99))
+        else:
+            getattr(walk, action)()
+        walk.engine.check_invariants()
+    walk.finish()
+    assert walk.engine.scheduler.num_preemptions > 0, "the walk was meant to be tight"
