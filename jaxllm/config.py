@@ -28,7 +28,8 @@ class EngineConfig:
     tokenizer: str | None = None
     """Folder or hub id to take the tokenizer from; by default the model's own."""
     dtype: DType = "auto"
-    """Type of weights, activations and K/V cache. auto: the checkpoint's on a GPU, float32 on a CPU."""
+    """Type of weights, activations and K/V cache. auto: float32 on a CPU; on a GPU the checkpoint's, or bfloat16
+    where that is float32 or quantised."""
     seed: int = 0
     """Seed of the engine; requests without a seed of their own draw theirs from it."""
     device: str | None = None
@@ -84,6 +85,39 @@ class EngineConfig:
             value = getattr(self, name)
             if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
                 raise ValueError(f"{name}={value!r} has to be a whole number of at least 1")
+
+
+    def resolve(self, model: ModelConfig, platform: str) -> EngineConfig:
+        """A copy in which every default is a value, for this model on this platform ("cpu", "gpu").
+
+        Raises:
+            ValueError: the values contradict the model or each other.
+        """
+        on_cpu = platform == "cpu"
+        stored = "bfloat16" if model.dtype == "float32" else model.dtype
+        max_num_seqs = self.max_num_seqs or min(16 if on_cpu else 256, self.max_num_batched_tokens or 256)
+        resolved = dataclasses.replace(
+            self,
+            dtype=("float32" if on_cpu else stored) if self.dtype == "auto" else self.dtype,
+            max_model_len=self.max_model_len or model.max_position_embeddings,
+            max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=self.max_num_batched_tokens or max(512 if on_cpu else 8192, max_num_seqs),
+        )
+        resolved._check_against(model)
+        return resolved
+
+    def _check_against(self, model: ModelConfig) -> None:
+        assert self.max_model_len and self.max_num_seqs and self.max_num_batched_tokens, "unresolved defaults"
+        if not 2 <= self.max_model_len <= model.max_position_embeddings:
+            raise ValueError(
+                f"max_model_len={self.max_model_len} is not between 2 and {model.max_position_embeddings}, "
+                "the context length of this model: choose one that is"
+            )
+        if self.max_num_batched_tokens < self.max_num_seqs:
+            raise ValueError(
+                f"max_num_batched_tokens={self.max_num_batched_tokens} is below max_num_seqs={self.max_num_seqs}: "
+                "a step has to hold a token of every running request; raise the first or lower the second"
+            )
 
 
 @dataclass(frozen=True)

@@ -224,6 +224,6 @@ class FakeEngine:
             assert scheduler.requests[request.request_id] is request
             assert request.status is (RequestStatus.RUNNING if runs else RequestStatus.WAITING)
             assert (request.seat is not None) == runs
-        taken = [request.seat for request in scheduler.running.values()]
+        taken = [request.seat for request in scheduler.running.values() if request.seat is not None]
         seats = sorted([*taken, *scheduler._free_seats])
         assert seats == list(range(len(self.runner.owners))), "a seat is lost or taken twice"

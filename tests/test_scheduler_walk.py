@@ -1,4 +1,8 @@
-"""Random walks: add, abort, launch and read in any order, with every invariant checked after each action."""
+"""The same tokens under every schedule.
+
+First the schedules one would name (alone, batched, chunked, preempted, any number of steps in flight), then
+random walks: add, abort, launch and read in any order, with every invariant checked after each action.
+"""
 
 from __future__ import annotations
 
@@ -12,6 +16,42 @@ from hypothesis import strategies as st
 
 from jaxllm.config import CacheSize
 from jaxllm.request import FinishReason, Request
+
+
+def mixed_requests() -> list[Request]:
+    """Sixteen of mixed lengths; some stop early at one of many stop tokens."""
+    stops = range(0, 251, 5)
+    return [
+        make_request(str(i), 1 + 7 * i % 40, 3 + 5 * i % 30, eos=stops if i % 3 == 0 else (), min_tokens=i % 4 // 2)
+        for i in range(16)
+    ]
+
+
+@pytest.mark.parametrize("depth", [1, 2, 3, 5])
+@pytest.mark.parametrize(
+    ("num_seats", "budget", "num_blocks", "preempts"),
+    [
+        (1, 512, 201, False),
+        (16, 512, 201, False),
+        (16, 5, 201, False),
+        (16, 64, 24, True),
+        (6, 16, 20, True),
+    ],
+    ids=["alone", "batched", "chunked", "preempted", "chunked and preempted"],
+)
+def test_every_schedule_gives_the_same_tokens(depth, num_seats, budget, num_blocks, preempts):
+    engine = FakeEngine(num_seats, budget, CacheSize(num_blocks, block_size=4), depth)
+    requests = mixed_requests()
+    for request in requests:
+        engine.add(request)
+    engine.run()
+    for request in requests:
+        expected, reason = expected_answer(request)
+        assert engine.answers[request.request_id] == request.output_ids == expected
+        assert engine.finish_reasons[request.request_id] == reason
+    assert (engine.scheduler.num_preemptions > 0) == preempts
+    assert engine.scheduler.kv.num_used_blocks == 0
+
 
 MAX_LEN = 40
 BLOCK_SIZES = [1, 2, 4, 8]

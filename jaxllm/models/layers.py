@@ -87,9 +87,9 @@ class SwiGLU(nnx.Module):
 
     def __init__(self, hidden_size: int, intermediate_size: int, setting: Setting, bias: bool = False):
         hidden, intermediate = ("hidden", hidden_size), ("intermediate", intermediate_size)
-        self.gate_up = Projection([hidden], [("gate_up", 2), intermediate], setting, bias)
+        self.gate_up = Projection([hidden], [intermediate, ("gate_up", 2)], setting, bias)
         self.down = Projection([intermediate], [hidden], setting, bias)
 
     def __call__(self, x: Float[Array, "tokens hidden"]) -> Float[Array, "tokens hidden"]:
-        gate, up = jnp.unstack(self.gate_up(x), axis=1)
+        gate, up = jnp.unstack(self.gate_up(x), axis=-1)
         return self.down(jax.nn.silu(gate) * up)

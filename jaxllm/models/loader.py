@@ -120,8 +120,8 @@ def _qkv(param: np.ndarray) -> list[_Part]:
 
 
 def _gate_up(param: np.ndarray) -> list[_Part]:
-    """Of [2, intermediate, ...]: gate and up."""
-    return [_Part(view, view.shape) for view in param]
+    """Of [intermediate, 2, ...]: gate and up, row by row."""
+    return [_Part(view, view.shape) for view in (param[:, 0], param[:, 1])]
 
 
 def _joined_inputs(param: np.ndarray) -> list[_Part]:

@@ -19,6 +19,8 @@ def inverse_frequencies(rope: RopeConfig, head_dim: int) -> np.ndarray:
     frequencies = 1.0 / rope.theta ** (np.arange(0, head_dim, 2, dtype=np.float64) / head_dim)
     if rope.scaling == "llama3":
         frequencies = _scale_low_frequencies(frequencies, rope)
+    if rope.freq_factors:
+        frequencies = frequencies / np.asarray(rope.freq_factors)
     return frequencies.astype(np.float32)
 
 

@@ -9,6 +9,7 @@ import os
 
 import jax
 import numpy as np
+from jax._src import xla_bridge
 from jax.sharding import Mesh
 
 from jaxllm.config import EngineConfig, ModelConfig
@@ -18,11 +19,20 @@ MEMORY_FRACTION = "XLA_CLIENT_MEM_FRACTION"
 
 
 def reserve_device_memory(config: EngineConfig) -> None:
-    """Tells XLA how much GPU memory to preallocate; only works before JAX first touches a device.
+    """Tells XLA which share of a GPU's memory to preallocate, which it can be told only before JAX starts.
 
-    A fraction the user set in the environment is left alone.
+    Raises:
+        ValueError: JAX already runs on a GPU with another share.
     """
-    os.environ.setdefault(MEMORY_FRACTION, str(config.gpu_memory_utilization))
+    share = str(config.gpu_memory_utilization)
+    # JAX has no public way to ask whether it started without starting it.
+    if not xla_bridge.backends_are_initialized():
+        os.environ[MEMORY_FRACTION] = share
+    elif jax.default_backend() == "gpu" and os.environ.get(MEMORY_FRACTION) != share:
+        raise ValueError(
+            f"gpu_memory_utilization={share} comes too late: JAX already uses the GPU. Make the engine before the "
+            f"first JAX call, or set {MEMORY_FRACTION}={share} in the environment"
+        )
 
 
 def make_mesh(config: EngineConfig) -> Mesh:

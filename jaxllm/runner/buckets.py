@@ -47,21 +47,27 @@ class BucketLadder:
         return bucket
 
 
-def make_ladder(max_num_seqs: int, max_num_batched_tokens: int) -> BucketLadder:
-    """Powers of two (and steps of 64 above 64) for decode; halvings of the token budget for mixed steps."""
-    decode = tuple(Bucket(rows, rows, admits=False) for rows in _decode_sizes(max_num_seqs))
-    mixed = tuple(Bucket(tokens, max_num_seqs, admits=True) for tokens in _mixed_sizes(max_num_batched_tokens))
-    return BucketLadder(decode, mixed)
+def make_ladder(max_num_seqs: int, max_num_batched_tokens: int, platform: str) -> BucketLadder:
+    """The ladders for these largest steps.
+
+    On a GPU decode sizes are powers of two and, above 64, steps of 64; mixed sizes are halvings of the token
+    budget. On a CPU, where compiling takes the longest and padding the least, sizes are a factor of four apart.
+    """
+    if platform == "cpu":
+        decode_sizes = [4**power for power in range(9)]
+        factor, most = 4, 3
+    else:
+        steps = list(range(128, 257, 64)) + [1 << power for power in range(9, 17)]
+        decode_sizes = [1 << power for power in range(7)] + steps
+        factor, most = 2, MAX_MIXED_BUCKETS
+    decode_sizes = [size for size in decode_sizes if size < max_num_seqs] + [max_num_seqs]
+    decode = tuple(Bucket(size, size, admits=False) for size in decode_sizes)
+    mixed_sizes = _mixed_sizes(max_num_batched_tokens, factor, most)
+    return BucketLadder(decode, tuple(Bucket(size, max_num_seqs, admits=True) for size in mixed_sizes))
 
 
-def _decode_sizes(largest: int) -> list[int]:
-    powers = [1 << power for power in range(7)]
-    steps = list(range(128, 257, 64)) + [1 << power for power in range(9, 17)]
-    return [size for size in powers + steps if size < largest] + [largest]
-
-
-def _mixed_sizes(largest: int) -> list[int]:
+def _mixed_sizes(largest: int, factor: int, most: int) -> list[int]:
     sizes = [largest]
-    while len(sizes) < MAX_MIXED_BUCKETS and sizes[-1] > SMALLEST_MIXED:
-        sizes.append(-(-sizes[-1] // 2))
+    while len(sizes) < most and sizes[-1] > SMALLEST_MIXED:
+        sizes.append(-(-sizes[-1] // factor))
     return sizes[::-1]

@@ -1,8 +1,10 @@
 """Compiled executables on disk, so that the next start neither traces, lowers nor compiles.
 
-JAX's own persistent cache skips compiling only; it stays on beside this one and helps when a change of
-source leaves the compiled program as it was. A stored executable is used only where everything it
-depends on is equal: sources, versions, devices, processor, shapes, flags.
+JAX's own persistent cache skips compiling only. On a GPU it is on beside this one: it keeps the results of
+autotuning, and helps when a change of source leaves the compiled program as it was. On a CPU it stays off,
+because there an executable that came out of it cannot be stored again: it would lose functions.
+A stored executable is used only where everything it depends on is equal: sources, versions, devices,
+processor, shapes, flags.
 """
 
 from __future__ import annotations
@@ -21,7 +23,6 @@ from typing import Any
 import jax
 from jax.experimental import serialize_executable
 
-import jaxllm
 from jaxllm.cache_dir import cache_dir
 
 logger = logging.getLogger(__name__)
@@ -65,9 +66,9 @@ class ExecutableStore:
             logger.warning("cannot store the executable %s: %s", name, error)
 
 
-def enable_compilation_cache() -> None:
+def enable_compilation_cache(platform: str) -> None:
     """Turns on JAX's persistent cache below the cache folder, unless the user configured one."""
-    if jax.config.jax_compilation_cache_dir is None:
+    if platform != "cpu" and jax.config.jax_compilation_cache_dir is None:
         jax.config.update("jax_compilation_cache_dir", str(cache_dir() / "xla"))
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
         jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
@@ -82,7 +83,7 @@ def _surroundings(devices: Sequence[jax.Device]) -> list[str]:
 
 def _source_hash() -> str:
     """Hash of the sources a compiled step is made from; others may change without a new compilation."""
-    root = Path(jaxllm.__file__).parent
+    root = Path(__file__).parents[1]
     digest = hashlib.sha256()
     for folder in (root, *(root / name for name in STEP_SOURCES)):
         for path in sorted(folder.glob("*.py")):

@@ -66,10 +66,11 @@ class ModelRunner:
         self.dtype = jnp.dtype(config.dtype)
         backend: Backend = "xla" if config.attention_backend == "auto" else config.attention_backend
         self.definition = define_model(model, Setting(self.dtype, mesh, backend))
-        self.ladder = make_ladder(config.max_num_seqs, config.max_num_batched_tokens)
+        self.platform = mesh.devices.flat[0].platform
+        self.ladder = make_ladder(config.max_num_seqs, config.max_num_batched_tokens, self.platform)
         self.max_blocks = -(-config.max_model_len // config.block_size)
         if config.compilation_cache:
-            enable_compilation_cache()
+            enable_compilation_cache(self.platform)
         self.size = self._measure_cache()
         self.executables = self._executables()
         self.layouts = {bucket: self._layout(bucket) for bucket in self.ladder.all}
@@ -130,12 +131,12 @@ class ModelRunner:
         return stats["bytes_limit"] - weights - (temp // TEMP_ROUNDING + 2) * TEMP_ROUNDING
 
     def _executables(self) -> Executables:
-        config, platform = self.config, self.mesh.devices.flat[0].platform
+        config = self.config
         store = None
         if config.compilation_cache and not config.enforce_eager:
             facts = (self.model, self.size, self.dtype, self.ladder, self.max_blocks, config.attention_backend)
             store = ExecutableStore(list(self.mesh.devices.flat), facts)
-        options = EAGER_OPTIONS.get(platform, {}) if config.enforce_eager else {}
+        options = EAGER_OPTIONS.get(self.platform, {}) if config.enforce_eager else {}
         return Executables(partial(self._lower, size=self.size), self._signature, store, options)
 
     def _layout(self, bucket: Bucket) -> StepLayout:

@@ -1,0 +1,167 @@
+"""`LLMEngine`: text in, text out, one step at a time. What `LLM` and a server are loops over.
+
+A request is checked whole before it enters: whatever is wrong with it is a ValueError of
+`add_request`, and no other request notices.
+"""
+
+from __future__ import annotations
+
+import logging
+import random
+import time
+from collections.abc import Sequence
+from typing import Any, TypedDict
+
+from jaxllm.config import EngineConfig
+from jaxllm.engine.core import EngineCore
+from jaxllm.engine.output_processor import OutputProcessor
+from jaxllm.engine.tokenizer import load_tokenizer
+from jaxllm.models.checkpoint import open_checkpoint
+from jaxllm.models.hub import resolve_model
+from jaxllm.models.loader import load_params
+from jaxllm.outputs import RequestOutput
+from jaxllm.parallel.mesh import check_divides, make_mesh, reserve_device_memory
+from jaxllm.request import FinishReason, Request
+from jaxllm.runner.model_runner import ModelRunner
+from jaxllm.sampling_params import MAX_SUPPRESSED_TOKEN_IDS, SamplingParams
+
+logger = logging.getLogger(__name__)
+
+
+class TextPrompt(TypedDict):
+    """A prompt as vLLM's dictionaries have it."""
+
+    prompt: str
+
+
+class TokensPrompt(TypedDict):
+    """A prompt that is tokenized already."""
+
+    prompt_token_ids: Sequence[int]
+
+
+type Prompt = str | Sequence[int] | TextPrompt | TokensPrompt
+
+
+class LLMEngine:
+    """A model, ready to take requests.
+
+    Args:
+        fields: those of `EngineConfig`.
+
+    Raises:
+        ValueError: the model, a field or their combination is not usable; the message says why.
+        TypeError: a keyword that is no field.
+    """
+
+    def __init__(self, model: str, **fields: Any):
+        started = time.perf_counter()
+        config = EngineConfig(model, **fields)
+        path = resolve_model(model)
+        reserve_device_memory(config)
+        with open_checkpoint(path) as checkpoint:
+            mesh = make_mesh(config)
+            check_divides(checkpoint.config, config.tensor_parallel_size)
+            self.config = config.resolve(checkpoint.config, mesh.devices.flat[0].platform)
+            self.model_config = checkpoint.config
+            self.tokenizer = load_tokenizer(resolve_model(config.tokenizer) if config.tokenizer else path)
+            runner = ModelRunner(self.config, checkpoint.config, mesh)
+            runner.start(lambda specs: load_params(checkpoint, specs))
+        self.core = EngineCore(runner)
+        self.output_processor = OutputProcessor(self.tokenizer)
+        self._seeds = random.Random(config.seed)
+        seconds, size = time.perf_counter() - started, runner.size
+        logger.info("%s ready after %.1f s, K/V cache of %d tokens", model, seconds, size.num_tokens)
+
+    def add_request(self, request_id: str, prompt: Prompt, params: SamplingParams | None = None) -> None:
+        """Enters a request.
+
+        Args:
+            request_id: any string no unfinished request has.
+            prompt: text, or token ids.
+            params: by default `SamplingParams()`.
+
+        Raises:
+            ValueError: the request cannot be served; nothing was entered.
+        """
+        if request_id in self.core.scheduler.requests:
+            raise ValueError(f"request_id={request_id!r} is in use by an unfinished request: choose another")
+        text, request = self.make_request(request_id, prompt, params or SamplingParams())
+        self.core.add_request(request)
+        self.output_processor.add(request_id, text, list(request.prompt_ids), request.params)
+
+    def make_request(self, request_id: str, prompt: Prompt, params: SamplingParams) -> tuple[str | None, Request]:
+        """The prompt's text, if it was text, and the checked request."""
+        text, token_ids = self._tokenize(prompt)
+        self._check_prompt(token_ids)
+        self._check_params(params)
+        max_model_len = self.config.max_model_len
+        assert max_model_len, "unresolved defaults"
+        request = Request(
+            request_id,
+            tuple(token_ids),
+            params,
+            frozenset(self.model_config.eos_token_ids),
+            max_len=min(max_model_len, len(token_ids) + (params.max_tokens or max_model_len)),
+            seed=(self._seeds.getrandbits(64) if params.seed is None else params.seed) % 2**64,
+        )
+        return text, request
+
+    def step(self) -> list[RequestOutput]:
+        """Runs the model once; returns the new state of every request that got a token or ended."""
+        outputs, stopped = self.output_processor.process(self.core.step())
+        for stop in stopped:
+            self.core.abort(stop.request_id, FinishReason.STOP, stop.stop)
+        return outputs
+
+    def abort_request(self, request_id: str) -> RequestOutput | None:
+        """Ends a request where it is; returns its last state, or None if it had ended before."""
+        self.core.abort(request_id, FinishReason.ABORT)
+        return self.output_processor.abort(request_id)
+
+    def has_unfinished_requests(self) -> bool:
+        return self.core.has_unfinished
+
+    def close(self) -> None:
+        """Frees the devices; the engine is of no use afterwards."""
+        self.core.close()
+
+    def __enter__(self) -> LLMEngine:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _tokenize(self, prompt: Prompt) -> tuple[str | None, list[int]]:
+        if isinstance(prompt, dict):
+            prompt = prompt["prompt"] if "prompt" in prompt else prompt["prompt_token_ids"]
+        if isinstance(prompt, str):
+            return prompt, self.tokenizer.encode(prompt)
+        return None, list(prompt)
+
+    def _check_prompt(self, token_ids: list[int]) -> None:
+        limit, vocab_size = self.config.max_model_len, self.model_config.vocab_size
+        assert limit, "unresolved defaults"
+        if not token_ids:
+            raise ValueError("prompt is empty: give at least one token; the tokenizer adds none for an empty text")
+        if len(token_ids) >= limit:
+            raise ValueError(
+                f"prompt has {len(token_ids)} tokens, but max_model_len={limit} holds prompt and answer together: "
+                f"shorten it to {limit - 1} or less, or raise max_model_len"
+            )
+        for position, token in enumerate(token_ids):
+            if isinstance(token, bool) or not isinstance(token, int) or not 0 <= token < vocab_size:
+                raise ValueError(
+                    f"prompt holds {token!r} at position {position}: token ids of this model are whole numbers "
+                    f"from 0 to {vocab_size - 1}"
+                )
+
+    def _check_params(self, params: SamplingParams) -> None:
+        if not params.min_tokens:
+            return
+        stops = {*params.stop_token_ids, *self.model_config.eos_token_ids}
+        if len(stops) > MAX_SUPPRESSED_TOKEN_IDS:
+            raise ValueError(
+                f"min_tokens={params.min_tokens} has to hold back {len(stops)} stop tokens, "
+                f"but at most {MAX_SUPPRESSED_TOKEN_IDS} can be: give fewer stop_token_ids, or min_tokens=0"
+            )

@@ -1,0 +1,149 @@
+"""`LLM`: batches of prompts, answered in one call. A loop over `LLMEngine.step`."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Sequence
+from typing import Any, cast
+
+from tqdm import tqdm
+
+from jaxllm.engine.chat_template import Message
+from jaxllm.engine.engine import LLMEngine, Prompt
+from jaxllm.engine.tokenizer import Tokenizer
+from jaxllm.outputs import RequestOutput
+from jaxllm.sampling_params import SamplingParams
+
+type Params = SamplingParams | Sequence[SamplingParams] | None
+
+
+class LLM:
+    """A model and its batch interface.
+
+    Use it in a `with` statement, or call `close`, to free the device's memory.
+
+    Args:
+        model: short name, GGUF file, Hugging Face folder, or hub id.
+        fields: further fields of `EngineConfig`, as dtype, max_model_len or tensor_parallel_size.
+
+    Raises:
+        ValueError: the model or a field is not usable; the message says why and what helps.
+        TypeError: a keyword that is no field.
+    """
+
+    def __init__(self, model: str, **fields: Any):
+        self.engine = LLMEngine(model, **fields)
+        self._request_numbers = itertools.count()
+
+    def generate(
+        self, prompts: Prompt | Sequence[Prompt], sampling_params: Params = None, use_tqdm: bool = True
+    ) -> list[RequestOutput]:
+        """Completes prompts.
+
+        Args:
+            prompts: one text, a list of texts, the token ids of one prompt, or a list of those.
+            sampling_params: for all prompts, or one for each.
+            use_tqdm: show a progress bar on a terminal.
+
+        Returns:
+            One output per prompt, in the order of the prompts.
+
+        Raises:
+            ValueError: a prompt or its parameters cannot be served; then none of the prompts was run.
+        """
+        listed = _as_list(prompts)
+        params = _params_for(listed, sampling_params)
+        request_ids = self._enter(listed, params)
+        return self._run(request_ids, use_tqdm)
+
+    def chat(
+        self,
+        messages: Sequence[Message] | Sequence[Sequence[Message]],
+        sampling_params: Params = None,
+        use_tqdm: bool = True,
+        add_generation_prompt: bool = True,
+        chat_template_kwargs: dict[str, Any] | None = None,
+    ) -> list[RequestOutput]:
+        """Answers a conversation, or several, put into the model's chat template.
+
+        Args:
+            messages: one conversation as a list of {"role", "content"}, or a list of conversations.
+            add_generation_prompt: end the prompt where the assistant's answer begins.
+            chat_template_kwargs: further variables of the template.
+
+        Raises:
+            ValueError: the model has no chat template, or a message is malformed.
+        """
+        single = not messages or "role" in messages[0]
+        conversations = cast(Sequence[Sequence[Message]], [messages] if single else messages)
+        prompts: list[Prompt] = [
+            self.engine.tokenizer.encode_chat(
+                conversation, add_generation_prompt=add_generation_prompt, **(chat_template_kwargs or {})
+            )
+            for conversation in conversations
+        ]
+        return self.generate(prompts, sampling_params, use_tqdm)
+
+    def get_tokenizer(self) -> Tokenizer:
+        return self.engine.tokenizer
+
+    def close(self) -> None:
+        """Frees the devices."""
+        self.engine.close()
+
+    def __enter__(self) -> LLM:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _enter(self, prompts: list[Prompt], params: list[SamplingParams]) -> list[str]:
+        """Enters all prompts or, if one of them is refused, none."""
+        request_ids: list[str] = []
+        for index, (prompt, param) in enumerate(zip(prompts, params, strict=True)):
+            request_id = str(next(self._request_numbers))
+            try:
+                self.engine.add_request(request_id, prompt, param)
+            except ValueError as error:
+                self._abort(request_ids)
+                raise ValueError(f"prompt {index} of {len(prompts)}: {error}") from error
+            request_ids.append(request_id)
+        return request_ids
+
+    def _run(self, request_ids: list[str], use_tqdm: bool) -> list[RequestOutput]:
+        finished: dict[str, RequestOutput] = {}
+        num_tokens, started = 0, time.perf_counter()
+        disable = None if use_tqdm else True
+        with tqdm(total=len(request_ids), desc="Answering", unit="request", disable=disable) as bar:
+            try:
+                while len(finished) < len(request_ids):
+                    for output in self.engine.step():
+                        if output.finished:
+                            finished[output.request_id] = output
+                            num_tokens += len(output.outputs[0].token_ids)
+                            speed = num_tokens / (time.perf_counter() - started)
+                            bar.set_postfix_str(f"{speed:.1f} tokens/s", refresh=False)
+                            bar.update()
+            except BaseException:
+                self._abort(request_ids)
+                raise
+        return [finished[request_id] for request_id in request_ids]
+
+    def _abort(self, request_ids: Sequence[str]) -> None:
+        for request_id in request_ids:
+            self.engine.abort_request(request_id)
+
+
+def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    """A single prompt (text, dictionary or token ids) as a list of one."""
+    is_single = isinstance(prompts, str | dict) or (len(prompts) > 0 and isinstance(prompts[0], int))
+    return [cast(Prompt, prompts)] if is_single else list(cast(Sequence[Prompt], prompts))
+
+
+def _params_for(prompts: list[Prompt], params: Params) -> list[SamplingParams]:
+    if params is None or isinstance(params, SamplingParams):
+        return [params or SamplingParams()] * len(prompts)
+    if len(params) != len(prompts):
+        raise ValueError(f"sampling_params has {len(params)} entries for {len(prompts)} prompts: give one, or one each")
+    return list(params)
