@@ -39,7 +39,7 @@ class EngineConfig:
     max_num_seqs: int | None = None
     """Most requests running at once; by default 256 on a GPU, 16 on a CPU."""
     max_num_batched_tokens: int | None = None
-    """Most tokens computed in one step; by default 8192 on a GPU, 512 on a CPU."""
+    """Most tokens computed in one step; by default 8192 on a GPU, 128 on a CPU."""
     block_size: int = 16
     """Tokens in one block of the K/V cache; a power of two."""
     gpu_memory_utilization: float = 0.9
@@ -86,7 +86,6 @@ class EngineConfig:
             if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
                 raise ValueError(f"{name}={value!r} has to be a whole number of at least 1")
 
-
     def resolve(self, model: ModelConfig, platform: str) -> EngineConfig:
         """A copy in which every default is a value, for this model on this platform ("cpu", "gpu").
 
@@ -101,7 +100,7 @@ class EngineConfig:
             dtype=("float32" if on_cpu else stored) if self.dtype == "auto" else self.dtype,
             max_model_len=self.max_model_len or model.max_position_embeddings,
             max_num_seqs=max_num_seqs,
-            max_num_batched_tokens=self.max_num_batched_tokens or max(512 if on_cpu else 8192, max_num_seqs),
+            max_num_batched_tokens=self.max_num_batched_tokens or max(128 if on_cpu else 8192, max_num_seqs),
         )
         resolved._check_against(model)
         return resolved

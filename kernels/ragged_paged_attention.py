@@ -9,14 +9,58 @@ table entries beyond a context and whatever lies in unused slots (NaN included) 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Literal
+from typing import Any, Literal, NamedTuple
 
 from jaxtyping import Array, Float, Int
 
-from jaxllm.kernels.ragged_paged_attention_xla import ragged_paged_attention_xla
+from jaxllm.kernels import ragged_paged_attention_xla as xla
 
-Backend = Literal["xla"]
-BACKENDS: dict[Backend, Callable[..., Array]] = {"xla": ragged_paged_attention_xla}
+type Backend = Literal["xla"]
+type Work = Any
+"""What a backend derives from the rows' lengths and tables: a pytree of arrays, the same for every layer."""
+
+
+class Implementation(NamedTuple):
+    """The two halves of a backend."""
+
+    prepare: Callable[..., Work]
+    attend: Callable[..., Array]
+
+
+IMPLEMENTATIONS: dict[Backend, Implementation] = {"xla": Implementation(xla.prepare, xla.attend)}
+
+
+def prepare_attention(
+    block_tables: Int[Array, "rows max_blocks"],
+    kv_lens: Int[Array, " rows"],
+    cu_q_lens: Int[Array, " rows+1"],
+    *,
+    num_tokens: int,
+    block_size: int,
+    backend: Backend = "xla",
+) -> Work:
+    """The part of `ragged_paged_attention` that is the same for every layer of a step; arguments as there."""
+    return IMPLEMENTATIONS[backend].prepare(block_tables, kv_lens, cu_q_lens, num_tokens, block_size)
+
+
+def attend(
+    q: Float[Array, "tokens heads head_dim"],
+    k_cache: Float[Array, "blocks block_size kv_heads head_dim"],
+    v_cache: Float[Array, "blocks block_size kv_heads head_dim"],
+    work: Work,
+    *,
+    scale: float,
+    window: int | None = None,
+    soft_cap: float | None = None,
+    sinks: Float[Array, " heads"] | None = None,
+    k_scale: float = 1.0,
+    v_scale: float = 1.0,
+    backend: Backend = "xla",
+) -> Float[Array, "tokens heads head_dim"]:
+    """`ragged_paged_attention` with what `prepare_attention` returned; arguments as there."""
+    assert q.shape[1] % k_cache.shape[2] == 0, f"{q.shape[1]} query heads over {k_cache.shape[2]} K/V heads"
+    options = {"scale": scale, "window": window, "soft_cap": soft_cap, "sinks": sinks}
+    return IMPLEMENTATIONS[backend].attend(q, k_cache, v_cache, work, **options, k_scale=k_scale, v_scale=v_scale)
 
 
 def ragged_paged_attention(
@@ -57,18 +101,8 @@ def ragged_paged_attention(
         Weighted values in q's dtype; rows of padding tokens are finite and of no meaning.
         Scores, softmax and sums are float32. The online softmax is FlashAttention's (arXiv:2205.14135).
     """
-    assert q.shape[1] % k_cache.shape[2] == 0, f"{q.shape[1]} query heads over {k_cache.shape[2]} K/V heads"
-    return BACKENDS[backend](
-        q,
-        k_cache,
-        v_cache,
-        block_tables,
-        kv_lens,
-        cu_q_lens,
-        scale=scale,
-        window=window,
-        soft_cap=soft_cap,
-        sinks=sinks,
-        k_scale=k_scale,
-        v_scale=v_scale,
+    work = prepare_attention(
+        block_tables, kv_lens, cu_q_lens, num_tokens=q.shape[0], block_size=k_cache.shape[1], backend=backend
     )
+    options = {"scale": scale, "window": window, "soft_cap": soft_cap, "sinks": sinks}
+    return attend(q, k_cache, v_cache, work, **options, k_scale=k_scale, v_scale=v_scale, backend=backend)

@@ -28,6 +28,14 @@ class QueryTiles(NamedTuple):
     valid: Bool[Array, "tiles query_tile"]
 
 
+class Work(NamedTuple):
+    """What every layer of a step shares."""
+
+    tiles: QueryTiles
+    tables: Int[Array, "tiles padded_blocks"]
+    """The block table of each tile's row, padded with the null block to whole context tiles."""
+
+
 class Accumulator(NamedTuple):
     """The state of the online softmax."""
 
@@ -37,19 +45,28 @@ class Accumulator(NamedTuple):
     """Weighted values and, in the last place, the sum of the weights (a value that is always 1)."""
 
 
-def ragged_paged_attention_xla(
-    q, k_cache, v_cache, block_tables, kv_lens, cu_q_lens, *, scale, window, soft_cap, sinks, k_scale, v_scale
-):
-    """See `ragged_paged_attention`."""
+def prepare(
+    block_tables: Int[Array, "rows max_blocks"],
+    kv_lens: Int[Array, " rows"],
+    cu_q_lens: Int[Array, " rows+1"],
+    num_tokens: int,
+    block_size: int,
+) -> Work:
+    """See `prepare_attention`."""
+    tiles = cut_queries(kv_lens, cu_q_lens, num_tokens)
+    padding = -block_tables.shape[1] % _blocks_per_tile(block_size)
+    return Work(tiles, jnp.pad(block_tables, ((0, 0), (0, padding)))[tiles.row])
+
+
+def attend(q, k_cache, v_cache, work: Work, *, scale, window, soft_cap, sinks, k_scale, v_scale):
+    """See `attend` of `ragged_paged_attention`."""
     _, block_size, num_kv_heads, _ = k_cache.shape
-    tiles = cut_queries(kv_lens, cu_q_lens, q.shape[0])
-    queries = gather_queries(q, tiles, num_kv_heads) * (scale * k_scale)
-    blocks_per_tile = max(CONTEXT_TILE // block_size, 1)
+    tiles, blocks_per_tile = work.tiles, _blocks_per_tile(block_size)
     context_tile = blocks_per_tile * block_size
-    tables = pad_columns(block_tables, blocks_per_tile)[tiles.row]
+    queries = gather_queries(q, tiles, num_kv_heads) * (scale * k_scale)
 
     def add_context_tile(index: Array, acc: Accumulator) -> Accumulator:
-        blocks = jax.lax.dynamic_slice_in_dim(tables, index * blocks_per_tile, blocks_per_tile, axis=1)
+        blocks = jax.lax.dynamic_slice_in_dim(work.tables, index * blocks_per_tile, blocks_per_tile, axis=1)
         keys, values = (gather_blocks(cache, blocks) for cache in (k_cache, v_cache))
         scores = jnp.einsum("nhgqd,nkhd->nhgqk", queries, keys)
         if soft_cap is not None:
@@ -62,6 +79,10 @@ def ragged_paged_attention_xla(
     first, last = context_tiles(tiles, context_tile, window)
     acc = jax.lax.fori_loop(first, last, add_context_tile, empty_accumulator(queries))
     return scatter_queries(finish(acc, sinks) * v_scale, tiles, q)
+
+
+def _blocks_per_tile(block_size: int) -> int:
+    return max(CONTEXT_TILE // block_size, 1)
 
 
 def cut_queries(kv_lens: Int[Array, " rows"], cu_q_lens: Int[Array, " rows+1"], num_tokens: int) -> QueryTiles:
@@ -79,11 +100,6 @@ def cut_queries(kv_lens: Int[Array, " rows"], cu_q_lens: Int[Array, " rows+1"], 
     position = (kv_lens - q_lens)[row][:, None] + offset
     token = jnp.where(valid, cu_q_lens[row][:, None] + offset, 0)
     return QueryTiles(row, token, jnp.where(valid, position, 0), valid)
-
-
-def pad_columns(tables: Int[Array, "rows max_blocks"], multiple: int) -> Int[Array, "rows padded_blocks"]:
-    """Pads with the null block to whole context tiles."""
-    return jnp.pad(tables, ((0, 0), (0, -tables.shape[1] % multiple)))
 
 
 def gather_blocks(cache: Float[Array, "blocks block_size kv_heads head_dim"], blocks: Int[Array, "tiles n"]) -> Array:

@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int
 
 from jaxllm.config import ModelConfig
-from jaxllm.kernels.ragged_paged_attention import ragged_paged_attention
+from jaxllm.kernels.ragged_paged_attention import Work, attend
 from jaxllm.models.layers import Projection, Setting
 from jaxllm.models.rope import rotate
 from jaxllm.parallel.sharding import KV_AXES, KV_CACHE_AXES, QUERY_AXES, partition_spec
@@ -35,9 +35,7 @@ class Placement(NamedTuple):
     """Block each token's K/V is written to; padding tokens write to the null block."""
     offset: Int[Array, " tokens"]
     """Place in that block."""
-    block_tables: Int[Array, "rows max_blocks"]
-    kv_lens: Int[Array, " rows"]
-    cu_q_lens: Int[Array, " rows+1"]
+    attention_work: Work
 
 
 class Attention(nnx.Module):
@@ -70,26 +68,23 @@ class Attention(nnx.Module):
 
     def write_and_attend(self, q, k, v, cache: LayerCache, placement: Placement) -> tuple[Array, LayerCache]:
         """Each device does its own heads: attention needs nothing of the others'."""
-        heads, kv, pages = (partition_spec(axes) for axes in (QUERY_AXES, KV_AXES, KV_CACHE_AXES))
-        whole = Placement(*(PartitionSpec(),) * len(Placement._fields))
-        attend = partial(ragged_paged_attention, scale=self.scale, backend=self.setting.attention_backend)
+        heads, kv = partition_spec(QUERY_AXES), partition_spec(KV_AXES)
+        pages = partition_spec(KV_CACHE_AXES)  # of keys and of values
         local = jax.shard_map(
-            partial(_write_and_attend, attend),
+            partial(_write_and_attend, partial(attend, scale=self.scale, backend=self.setting.attention_backend)),
             mesh=self.setting.mesh,
-            in_specs=(heads, kv, kv, LayerCache(pages, pages), whole),
-            out_specs=(heads, LayerCache(pages, pages)),
+            in_specs=(heads, kv, kv, pages, PartitionSpec()),
+            out_specs=(heads, pages),
             check_vma=False,
         )
         return local(q, k, v, cache, placement)
 
 
-def _write_and_attend(attend, q, k, v, cache: LayerCache, placement: Placement) -> tuple[Array, LayerCache]:
+def _write_and_attend(read, q, k, v, cache: LayerCache, placement: Placement) -> tuple[Array, LayerCache]:
     with jax.named_scope("write_kv"):
         cache = LayerCache(*(_write(pages, new, placement) for pages, new in zip(cache, (k, v), strict=True)))
     with jax.named_scope("paged_attention"):
-        out = attend(
-            q, cache.keys, cache.values, placement.block_tables, placement.kv_lens, placement.cu_q_lens
-        )
+        out = read(q, cache.keys, cache.values, placement.attention_work)
     return out, cache
 
 

@@ -32,7 +32,7 @@ class Setting:
 
     @property
     def platform(self) -> str:
-        """"cpu", "gpu"."""
+        """ "cpu", "gpu"."""
         return self.mesh.devices.flat[0].platform
 
 

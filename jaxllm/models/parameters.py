@@ -41,11 +41,11 @@ class ModelDefinition:
 def define_model(config: ModelConfig, setting: Setting) -> ModelDefinition:
     """Builds the decoder without allocating anything."""
     graph, state = nnx.split(nnx.eval_shape(lambda: Decoder(config, setting)))
-    axes = {path: param.get_metadata()["axes"] for path, param in nnx.to_flat_state(state)}
+    axes: dict[Any, tuple[str, ...]] = {path: param.get_metadata()["axes"] for path, param in nnx.to_flat_state(state)}
     leaves, tree = jax.tree.flatten_with_path(state)
     specs = {}
     for path, leaf in leaves:
-        keys = tuple(getattr(key, "key", getattr(key, "idx", None)) for key in path[:-1])
+        keys = tuple(key.key for key in path[:-1])  # the last one is the value inside the parameter
         sharding = named_sharding(setting.mesh, axes[keys])
         specs[".".join(map(str, keys))] = jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
     return ModelDefinition(specs, (graph, tree))

@@ -41,7 +41,7 @@ class Decoder(nnx.Module):
     """Token ids to hidden states to logits. Layers are unrolled: a scan would copy each layer's cache."""
 
     def __init__(self, config: ModelConfig, setting: Setting):
-        self.config = config
+        self.config, self.setting = config, setting
         self.embed = Embedding(config.vocab_size, config.hidden_size, setting)
         self.layers = nnx.List([DecoderLayer(config, setting) for _ in range(config.num_layers)])
         self.final_norm = RMSNorm(config.hidden_size, config.rms_norm_eps, setting)

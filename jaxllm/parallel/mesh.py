@@ -6,6 +6,7 @@ There is always a mesh, of one device too: nothing above asks whether there is m
 from __future__ import annotations
 
 import os
+from typing import Any
 
 import jax
 import numpy as np
@@ -51,7 +52,7 @@ def make_mesh(config: EngineConfig) -> Mesh:
     return Mesh(np.array(devices[:size]), (TENSOR_AXIS,))
 
 
-def _devices_from(name: str | None) -> list[jax.Device]:
+def _devices_from(name: str | None) -> list[Any]:
     if name is None:
         return jax.devices()
     platform, _, index = name.partition(":")

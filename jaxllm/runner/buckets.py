@@ -51,10 +51,10 @@ def make_ladder(max_num_seqs: int, max_num_batched_tokens: int, platform: str) -
     """The ladders for these largest steps.
 
     On a GPU decode sizes are powers of two and, above 64, steps of 64; mixed sizes are halvings of the token
-    budget. On a CPU, where compiling takes the longest and padding the least, sizes are a factor of four apart.
+    budget. On a CPU, compiling takes longest and padding costs least (16 rows take twice as long as one): there are few sizes.
     """
     if platform == "cpu":
-        decode_sizes = [4**power for power in range(9)]
+        decode_sizes = [16**power for power in range(5)]
         factor, most = 4, 3
     else:
         steps = list(range(128, 257, 64)) + [1 << power for power in range(9, 17)]

@@ -6,7 +6,7 @@ changes point at it. A step sends only what changed; admission rewrites a seat's
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -48,7 +48,7 @@ def state_specs(num_seats: int, max_blocks: int, vocab_size: int, mesh: Mesh) ->
     seats = num_seats + 1
     sharding = replicated(mesh)
 
-    def spec(dtype, *shape: int) -> jax.ShapeDtypeStruct:
+    def spec(dtype, *shape: int) -> Any:
         return jax.ShapeDtypeStruct((seats, *shape), dtype, sharding=sharding)
 
     sampling = SamplingState(

@@ -34,7 +34,7 @@ UNREADABLE = (OSError, ValueError, EOFError, pickle.UnpicklingError, jax.errors.
 class ExecutableStore:
     """One folder of executables that share a key. Files are private to the user: loading one runs it."""
 
-    def __init__(self, devices: Sequence[jax.Device], facts: Sequence[Any]):
+    def __init__(self, devices: Sequence[Any], facts: Sequence[Any]):
         """`facts`: what the executables depend on besides sources, versions and devices; by its repr."""
         self.devices = list(devices)
         key = hashlib.sha256("\n".join([*_surroundings(devices), *map(repr, facts)]).encode())
@@ -74,7 +74,7 @@ def enable_compilation_cache(platform: str) -> None:
         jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
 
 
-def _surroundings(devices: Sequence[jax.Device]) -> list[str]:
+def _surroundings(devices: Sequence[Any]) -> list[str]:
     versions = [f"{name} {importlib.metadata.version(name)}" for name in ("jax", "jaxlib", "flax")]
     kinds = [f"{device.platform} {device.device_kind} {device.id}" for device in devices]
     flags = [os.environ.get("XLA_FLAGS", ""), devices[0].client.platform_version, _processor()]

@@ -6,6 +6,8 @@ measured bytes, rounded down, so that the same start gives the same shapes and f
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
@@ -68,7 +70,7 @@ def _check_one_request_fits(size: CacheSize, max_model_len: int, block_bytes: in
 def cache_specs(size: CacheSize, model: ModelConfig, dtype: jnp.dtype, mesh: Mesh) -> tuple[LayerCache, ...]:
     """Shapes of every layer's K and V: [blocks, block_size, kv_heads, head_dim], sharded over K/V heads."""
     shape = (size.num_blocks, size.block_size, model.num_kv_heads, model.head_dim)
-    spec = jax.ShapeDtypeStruct(shape, dtype, sharding=named_sharding(mesh, KV_CACHE_AXES))
+    spec: Any = jax.ShapeDtypeStruct(shape, dtype, sharding=named_sharding(mesh, KV_CACHE_AXES))
     return tuple(LayerCache(spec, spec) for _ in range(model.num_layers))
 
 

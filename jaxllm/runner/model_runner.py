@@ -78,12 +78,13 @@ class ModelRunner:
 
     def start(self, load: Callable[[ParamSpecs], Mapping[str, jax.Array]], progress: bool = True) -> None:
         """Compiles every bucket while `load` brings the parameters; then nothing compiles any more."""
-        with ThreadPoolExecutor(max_workers=1) as pool:
+        _, cache, state, _ = self._arguments(self.ladder.all[0], self.size)
+        with ThreadPoolExecutor(max_workers=2) as pool:
+            allocating = pool.submit(allocate, (cache, state))
             compiling = pool.submit(self._compile_all, progress)
             self.params = self.definition.leaves(load(self.definition.specs))
+            self.cache, self.state = allocating.result()
             compiling.result()
-        _, cache, state, _ = self._arguments(self.ladder.all[0], self.size)
-        self.cache, self.state = allocate(cache), allocate(state)
         jax.block_until_ready((self.params, self.cache, self.state))
         self.compiled_at_ready = num_compilations()
 
@@ -127,7 +128,8 @@ class ModelRunner:
             return CPU_CACHE_BYTES
         weights = sum(_shard_bytes(spec) for spec in self.definition.specs.values())
         probe = self._lower(self.ladder.mixed[-1], CacheSize(self.max_blocks + 1, self.config.block_size))
-        temp = probe.compile().memory_analysis().temp_size_in_bytes
+        analysis = probe.compile().memory_analysis()
+        temp = analysis.temp_size_in_bytes if analysis else 0
         return stats["bytes_limit"] - weights - (temp // TEMP_ROUNDING + 2) * TEMP_ROUNDING
 
     def _executables(self) -> Executables:

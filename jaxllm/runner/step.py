@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int
 
+from jaxllm.kernels.ragged_paged_attention import prepare_attention
 from jaxllm.models.attention import LayerCache, Placement
 from jaxllm.models.transformer import Decoder
 from jaxllm.runner.device_state import DeviceState, SamplingState
@@ -37,7 +38,7 @@ def run_step(
         state = apply_changes(state, step)
         tokens = lay_out_tokens(state, step)
         state = state._replace(seen=state.seen.at[tokens.seat, tokens.ids].set(True))
-        placement = place_tokens(state, step, tokens, cache[0].keys.shape[1])
+        placement = place_tokens(model, state, step, tokens, cache[0].keys.shape[1])
     hidden, cache = model(tokens.ids, tokens.position, cache, placement)
     last = jnp.maximum(step.query_start[1:] - 1, 0)
     logits = model.logits(hidden[last])
@@ -73,15 +74,21 @@ def lay_out_tokens(state: DeviceState, step: StepInput) -> Tokens:
     return Tokens(ids, seat, jnp.where(valid, position, 0), valid)
 
 
-def place_tokens(state: DeviceState, step: StepInput, tokens: Tokens, block_size: int) -> Placement:
-    """Looks up the slot of every token; padding goes to the null block."""
+def place_tokens(model: Decoder, state: DeviceState, step: StepInput, tokens: Tokens, block_size: int) -> Placement:
+    """Looks up the slot of every token (padding goes to the null block), and prepares attention for all layers."""
     block = state.block_table[tokens.seat, tokens.position // block_size]
+    work = prepare_attention(
+        state.block_table[step.seats],
+        step.context_lens,
+        step.query_start,
+        num_tokens=tokens.ids.shape[0],
+        block_size=block_size,
+        backend=model.setting.attention_backend,
+    )
     return Placement(
         block=jnp.where(tokens.valid, block, 0),
         offset=tokens.position % block_size,
-        block_tables=state.block_table[step.seats],
-        kv_lens=step.context_lens,
-        cu_q_lens=step.query_start,
+        attention_work=work,
     )
 
 

@@ -156,7 +156,9 @@ def _pack_sampling(request: Request, views: dict[str, np.ndarray], index: int) -
     for name in ("temperature", "top_p", "repetition_penalty"):
         views[name][index] = np.float32(getattr(params, name)).view(np.int32)
     views["top_k"][index] = max(params.top_k, 0)
-    views["key"][index] = np.array([request.seed >> 32 & 0xFFFFFFFF, request.seed & 0xFFFFFFFF], np.uint32).view(np.int32)
+    views["key"][index] = np.array([request.seed >> 32 & 0xFFFFFFFF, request.seed & 0xFFFFFFFF], np.uint32).view(
+        np.int32
+    )
     if params.min_tokens:
         stops = sorted(request.stop_token_ids)
         views["min_len"][index] = request.prompt_len + params.min_tokens
