@@ -12,6 +12,15 @@ from typing import Literal
 
 DType = Literal["auto", "float32", "bfloat16", "float16"]
 
+ENGINE_TOPICS = {
+    "model": "model",
+    "memory and cache": "max_model_len",
+    "batching": "max_num_seqs",
+    "devices and parallelism": "device",
+    "compilation and kernels": "enforce_eager",
+}
+"""What the fields of `EngineConfig` are about: a topic begins at the field named here and ends before the next one's."""
+
 
 @dataclass(frozen=True)
 class EngineConfig:
@@ -32,14 +41,9 @@ class EngineConfig:
     where that is float32 or quantised."""
     seed: int = 0
     """Seed of the engine; requests without a seed of their own draw theirs from it."""
-    device: str | None = None
-    """Platform and first device, as "cuda", "cuda:0" or "cpu"; by default what JAX finds first."""
+
     max_model_len: int | None = None
     """Longest prompt plus output of one request, in tokens; by default the checkpoint's context length."""
-    max_num_seqs: int | None = None
-    """Most requests running at once; by default 256 on a GPU, 16 on a CPU."""
-    max_num_batched_tokens: int | None = None
-    """Most tokens computed in one step; by default 8192 on a GPU, 128 on a CPU."""
     block_size: int = 16
     """Tokens in one block of the K/V cache; a power of two."""
     gpu_memory_utilization: float = 0.9
@@ -48,12 +52,21 @@ class EngineConfig:
     """Bytes of K/V cache per device, instead of what gpu_memory_utilization leaves (on a CPU: of at most 2 GiB)."""
     num_gpu_blocks_override: int | None = None
     """Number of K/V cache blocks, instead of a number derived from memory."""
-    enforce_eager: bool = False
-    """Compile each shape when it is first met, without CUDA graphs: starts sooner, runs slower."""
-    tensor_parallel_size: int = 1
-    """Number of devices every layer is split over; has to divide the number of K/V heads."""
+
+    max_num_seqs: int | None = None
+    """Most requests running at once; by default 256 on a GPU, 16 on a CPU."""
+    max_num_batched_tokens: int | None = None
+    """Most tokens computed in one step; by default 8192 on a GPU, 128 on a CPU."""
     max_steps_in_flight: int = 2
     """Steps launched before the oldest is read: 2 hides the host behind the device, 1 is synchronous."""
+
+    device: str | None = None
+    """Platform and first device, as "cuda", "cuda:0" or "cpu"; by default what JAX finds first."""
+    tensor_parallel_size: int = 1
+    """Number of devices every layer is split over; has to divide the number of K/V heads."""
+
+    enforce_eager: bool = False
+    """Compile each shape when it is first met, without CUDA graphs: starts sooner, runs slower."""
     attention_backend: Literal["auto", "xla"] = "auto"
     """Implementation of paged attention; auto takes the fastest for the device."""
     compilation_cache: bool = True
@@ -121,16 +134,44 @@ class EngineConfig:
 
 @dataclass(frozen=True)
 class RopeConfig:
-    """Rotary position embedding: the base and, for Llama 3.1 and later, its scaling of low frequencies."""
+    """Rotary position embedding: the base, and how its frequencies change for contexts longer than trained on."""
 
     theta: float = 10000.0
-    scaling: Literal["none", "llama3"] = "none"
+    scaling: Literal["none", "linear", "llama3", "yarn"] = "none"
+    """Which frequencies are divided by `factor`: all (linear), or low ones wholly and those in between partly."""
     factor: float = 1.0
     low_freq_factor: float = 1.0
+    """Turns in the original context below which a frequency is scaled wholly (yarn calls it beta_slow)."""
     high_freq_factor: float = 4.0
+    """Turns in the original context above which a frequency is not scaled (yarn calls it beta_fast)."""
     original_max_position: int = 8192
+    """Context length before the extension."""
     freq_factors: tuple[float, ...] = ()
-    """Divisor of each of the head_dim / 2 frequencies, the form GGUF files give a scaling in; empty: none."""
+    """Divisor of each frequency (longrope; GGUF files give llama3 in this form, too); empty: none."""
+    short_freq_factors: tuple[float, ...] = ()
+    """Instead of `freq_factors` where no context is longer than the original one (longrope)."""
+    attention_factor: float = 1.0
+    """Factor on cosines and sines (yarn, longrope)."""
+    truncate: bool = True
+    """Whether yarn's ramp begins and ends at whole dimensions."""
+    rotary_dim: int | None = None
+    """Dimensions of a head that are rotated, its first ones; None: all."""
+
+    def for_context(self, max_model_len: int) -> RopeConfig:
+        """The embedding where no context is longer than `max_model_len`."""
+        if not self.short_freq_factors or max_model_len > self.original_max_position:
+            return self
+        return dataclasses.replace(self, freq_factors=self.short_freq_factors, short_freq_factors=())
+
+
+@dataclass(frozen=True)
+class LayerKind:
+    """What may differ from layer to layer. Layers of one kind share one traced function."""
+
+    window: int | None = None
+    """A token sees itself and the `window - 1` tokens before it; None: all before it."""
+    rope: RopeConfig | None = None
+    """None: the model's."""
 
 
 @dataclass(frozen=True)
@@ -148,8 +189,26 @@ class ModelConfig:
     max_position_embeddings: int
     rms_norm_eps: float = 1e-5
     rope: RopeConfig = dataclasses.field(default_factory=RopeConfig)
+    layers: tuple[LayerKind, ...] = ()
+    """One for each layer; empty: all are `LayerKind()`."""
+    norms: Literal["before", "after", "around"] = "before"
+    """Where attention and feed-forward have their norms; all lie outside of the residual stream."""
+    qk_norm: Literal["none", "head", "all"] = "none"
+    """Whether queries and keys are normalised before rotation: each head by itself, or all heads as one vector."""
+    activation: Literal["silu", "gelu_tanh"] = "silu"
+    scale_embeddings: bool = False
+    """Whether token vectors are multiplied by the square root of `hidden_size`."""
+    attention_scale: float | None = None
+    """Factor on attention scores; None: head_dim ** -0.5."""
+    attention_soft_cap: float | None = None
+    """Attention scores are squeezed into +- this number (arXiv:2408.00118)."""
+    logit_soft_cap: float | None = None
+    """Logits are squeezed into +- this number."""
     tie_word_embeddings: bool = False
     attention_bias: bool = False
+    """Whether the projections to queries, keys and values have a bias."""
+    attention_out_bias: bool = False
+    """Whether the projection of what attention returns has a bias."""
     mlp_bias: bool = False
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
     """Type the checkpoint was stored in (float32 for quantised GGUF files)."""
@@ -160,6 +219,22 @@ class ModelConfig:
     def group_size(self) -> int:
         """Query heads that share one K/V head."""
         return self.num_heads // self.num_kv_heads
+
+    @property
+    def layer_kinds(self) -> tuple[LayerKind, ...]:
+        """The kind of every layer, its rope filled in."""
+        kinds = self.layers or (LayerKind(),) * self.num_layers
+        return tuple(LayerKind(kind.window, kind.rope or self.rope) for kind in kinds)
+
+    @property
+    def ropes(self) -> tuple[RopeConfig, ...]:
+        """The distinct position embeddings of all layers."""
+        return tuple(dict.fromkeys(kind.rope for kind in self.layer_kinds if kind.rope))
+
+    def for_context(self, max_model_len: int) -> ModelConfig:
+        """The model where no request is longer than `max_model_len`, which decides longrope's factors."""
+        kinds = (LayerKind(kind.window, kind.rope and kind.rope.for_context(max_model_len)) for kind in self.layers)
+        return dataclasses.replace(self, rope=self.rope.for_context(max_model_len), layers=tuple(kinds))
 
     def kv_bytes_per_token(self, itemsize: int) -> int:
         """Bytes of K/V cache one token takes over all layers."""

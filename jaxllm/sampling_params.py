@@ -10,6 +10,9 @@ from typing import Any
 MAX_SUPPRESSED_TOKEN_IDS = 32
 """Stop tokens (end-of-sequence tokens included) that `min_tokens` can hold back."""
 
+SAMPLING_TOPICS = {"sampling": "temperature", "stopping": "max_tokens"}
+"""What the fields of `SamplingParams` are about: a topic begins at the field named here, as in `ENGINE_TOPICS`."""
+
 
 @dataclass(frozen=True)
 class SamplingParams:
@@ -30,6 +33,7 @@ class SamplingParams:
     """The same seed gives the same tokens, whatever else runs in the batch."""
     repetition_penalty: float = 1.0
     """Above 1, tokens of the prompt and of the answer so far become less likely."""
+
     max_tokens: int | None = 16
     """Most tokens to generate; None is up to max_model_len."""
     min_tokens: int = 0

@@ -1,8 +1,7 @@
 """The `jaxllm` command: parses the command line, runs a subcommand, and turns errors into messages.
 
-The invariant: a mistake of the user (a flag, a value, a model that does not exist) ends with one message on standard
-error and exit code 2, without a traceback; --debug adds it. Other exit codes: 1 for what went wrong outside the
-program (a download, a file), 130 after Ctrl-C.
+The invariant: whatever goes wrong ends with one message on standard error that fits on a screen, without a traceback
+(--debug shows it), and with an exit code that tells whose turn it is: see `EXIT_CODES`.
 """
 
 from __future__ import annotations
@@ -18,48 +17,86 @@ from rich.console import Console
 from rich.text import Text
 
 from jaxllm.models.wheel_download import DownloadError
-from jaxllm.serving.cli_commands import MODULES, Chat, Command, Generate, Pull
+from jaxllm.serving.cli_commands import MODULES, AnyCommand, Command
 
-USER_ERROR = 2
 OUTSIDE_ERROR = 1
+USER_ERROR = 2
 INTERRUPTED = 130
+
+EXIT_CODES = (
+    "Exit codes: 0 done; 1 something failed that the command line cannot help (a network, a file, memory, a bug); "
+    "2 a flag, a value or an input is wrong; 130 stopped with Ctrl-C."
+)
+
+_MAX_MESSAGE_LINES = 15
+_OUT_OF_MEMORY = (
+    "There is not enough memory. What needs less: a lower --max-model-len, --max-num-seqs or --kv-cache-memory-bytes, "
+    "a smaller --dtype, a smaller model."
+)
+_UNEXPECTED = (
+    "This was not foreseen: it is a bug of jaxllm, or of a library it uses. --debug shows where it happened, "
+    "`jaxllm env` prints what else a report of it needs."
+)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command line (by default this process's); returns the exit code."""
-    command = parse(arguments)
     try:
-        importlib.import_module(MODULES[type(command)]).run(command)
+        command = parse(arguments)
+        return _run(command)
     except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
         return INTERRUPTED
     except BrokenPipeError:
         _drop_output()
         return OUTSIDE_ERROR
-    except ValueError as error:
-        _report(error, command.debug)
-        return USER_ERROR
-    except (DownloadError, OSError) as error:
-        _report(error, command.debug)
-        return OUTSIDE_ERROR
-    return 0
 
 
-def parse(arguments: Sequence[str] | None = None) -> Generate | Chat | Pull:
+def parse(arguments: Sequence[str] | None = None) -> AnyCommand:
     """The command that was typed; help and mistakes are printed and end the program."""
+    # tyro looks at standard output only, also for what goes to standard error, and knows no NO_COLOR.
+    tyro._experimental_options["ansi_codes"] = (
+        sys.stdout.isatty() and sys.stderr.isatty() and not os.environ.get("NO_COLOR")
+    )
     return tyro.cli(
         Command,
         prog="jaxllm",
-        description="Inference and serving of large language models in JAX.",
+        description=f"Inference and serving of large language models in JAX.\n\n{EXIT_CODES}",
         args=arguments,
         config=(tyro.conf.OmitArgPrefixes, tyro.conf.OmitSubcommandPrefixes),
     )
 
 
-def _report(error: Exception, debug: bool) -> None:
+def _run(command: AnyCommand) -> int:
+    try:
+        importlib.import_module(MODULES[type(command)]).run(command)
+    except BrokenPipeError:
+        raise
+    except ValueError as error:
+        _report(error, str(error), command.debug)
+        return USER_ERROR
+    except (DownloadError, OSError) as error:
+        _report(error, str(error), command.debug)
+        return OUTSIDE_ERROR
+    except Exception as error:  # noqa: BLE001 - the last resort: a user is shown a message, not a stack
+        _report(error, _describe_unexpected(error), command.debug)
+        return OUTSIDE_ERROR
+    return 0
+
+
+def _report(error: Exception, message: str, debug: bool) -> None:
     if debug:
         traceback.print_exception(error)
     console = Console(stderr=True, highlight=False)
-    console.print(Text.assemble(("error: ", "bold red"), str(error)), soft_wrap=True)
+    console.print(Text.assemble(("error: ", "bold red"), message), soft_wrap=True)
+
+
+def _describe_unexpected(error: Exception) -> str:
+    lines = [line for line in f"{type(error).__name__}: {error}".splitlines() if line.strip()]
+    if len(lines) > _MAX_MESSAGE_LINES:
+        lines = [*lines[:_MAX_MESSAGE_LINES], "..."]
+    is_memory = isinstance(error, MemoryError) or "RESOURCE_EXHAUSTED" in str(error)
+    return "\n".join([*lines, _OUT_OF_MEMORY if is_memory else _UNEXPECTED])
 
 
 def _drop_output() -> None:

@@ -8,7 +8,6 @@ was stopped before anything was shown, leaves no trace in it.
 from __future__ import annotations
 
 import signal
-import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -19,9 +18,14 @@ from rich.console import Console
 from jaxllm import LLMEngine
 from jaxllm.request import FinishReason
 from jaxllm.sampling_params import SamplingParams
-from jaxllm.serving.cli_commands import Chat, get_fields
+from jaxllm.serving.cli_chat_commands import EXIT, HELP, run_command
+from jaxllm.serving.cli_commands import Chat
+from jaxllm.serving.cli_flags import get_fields
+from jaxllm.serving.cli_terminal import is_interactive, keep_history, read_message
 
-HELP = "/reset forgets the conversation; /exit or Ctrl-D leaves; Ctrl-C stops an answer."
+LENGTH_NOTE = (
+    "(the answer reached its length limit: /params max_tokens=N raises it, unless it is the model's longest text)"
+)
 
 
 def run(command: Chat) -> None:
@@ -32,62 +36,59 @@ def run(command: Chat) -> None:
             raise ValueError(
                 f"model={config.model!r} has no chat template: use `jaxllm generate`, or a model tuned for conversations"
             )
-        talk(Conversation(engine, params, command.system))
+        with keep_history():
+            talk(Conversation(engine, params, command.system))
 
 
 def talk(conversation: Conversation) -> None:
     """Read lines and answer them until the user leaves."""
     notes = Console(stderr=True, highlight=False, style="dim", markup=False)
-    if sys.stdin.isatty():
+    if is_interactive():
         notes.print(HELP)
-    while (line := _read_line(notes)) != "/exit":
-        if line == "/reset":
-            conversation.reset()
-            notes.print("The conversation is forgotten.")
-        elif line.startswith("/") and " " not in line:
-            notes.print(f"{line} is not a command. {HELP}")
-        elif line:
-            _take_turn(conversation, line, notes)
+    while (line := _read(notes)) != EXIT:
+        try:
+            _take(line, conversation, notes)
+        except ValueError as error:
+            notes.print(f"error: {error}", style="red", soft_wrap=True)
 
 
-def _read_line(notes: Console) -> str:
-    """The next line, stripped; `/exit` at the end of the input."""
-    is_terminal = sys.stdin.isatty()
+def _read(notes: Console) -> str:
+    """What was typed; `/exit` at the end of the input."""
     while True:
         try:
-            return Console().input("[bold cyan]>[/] " if is_terminal else "").strip()
+            return read_message()
         except EOFError:
-            if is_terminal:
+            if is_interactive():
                 notes.print()
-            return "/exit"
+            return EXIT
         except KeyboardInterrupt:
             notes.print(f"\n{HELP}")
 
 
-def _take_turn(conversation: Conversation, line: str, notes: Console) -> None:
-    try:
-        finish_reason = conversation.answer(line)
-    except ValueError as error:
-        notes.print(f"error: {error}", style="red", soft_wrap=True)
-        return
-    if finish_reason == FinishReason.ABORT:
-        notes.print("(stopped)")
-    elif finish_reason == FinishReason.LENGTH:
-        notes.print("(the answer reached its length limit: --max-tokens, or the model's longest text)")
+def _take(line: str, conversation: Conversation, notes: Console) -> None:
+    """Execute a command or answer a message; an empty line is neither."""
+    if (reply := run_command(line, conversation)) is not None:
+        notes.print(reply, soft_wrap=True)
+    elif message := line.strip():
+        finish_reason = conversation.answer(message)
+        if finish_reason == FinishReason.ABORT:
+            notes.print("(stopped)")
+        elif finish_reason == FinishReason.LENGTH:
+            notes.print(LENGTH_NOTE, soft_wrap=True)
 
 
 class Conversation:
-    """The messages so far, and the engine that continues them."""
+    """The messages so far, the instructions before them, and the engine that continues them."""
 
     def __init__(self, engine: LLMEngine, params: SamplingParams, system: str | None) -> None:
+        self.params = params
+        self.system = system
+        self.messages: list[dict[str, str]] = []
         self._engine = engine
-        self._params = params
-        self._system = [] if system is None else [{"role": "system", "content": system}]
         self._num_requests = 0
-        self.reset()
 
     def reset(self) -> None:
-        self.messages: list[dict[str, str]] = list(self._system)
+        self.messages = []
 
     def answer(self, text: str) -> str | None:
         """Print the answer to a message as it is made; returns why it ended.
@@ -95,10 +96,15 @@ class Conversation:
         Raises:
             ValueError: the conversation is too long for the model.
         """
+        instructions = [] if self.system is None else [{"role": "system", "content": self.system}]
         messages = [*self.messages, {"role": "user", "content": text}]
         self._num_requests += 1
         request_id = f"chat-{self._num_requests}"
-        self._engine.add_request(request_id, self._engine.tokenizer.encode_chat(messages), self._params)
+        prompt = self._engine.tokenizer.encode_chat([*instructions, *messages])
+        try:
+            self._engine.add_request(request_id, prompt, self.params)
+        except ValueError as error:
+            raise ValueError(f"{error} (/reset forgets the conversation)") from error
         answer, finish_reason = self._stream(request_id)
         if answer or finish_reason != FinishReason.ABORT:
             self.messages = [*messages, {"role": "assistant", "content": answer}]

@@ -1,20 +1,20 @@
 """What can be typed after `jaxllm`: one frozen dataclass per subcommand, from which tyro makes flags and help.
 
 The invariant: no flag is written down twice. Engine and sampling flags are the fields of `EngineConfig` and
-`SamplingParams`, with their defaults and their docstrings as help; only what differs on a command line is said here.
+`SamplingParams`, with their defaults, topics and docstrings; only what differs on a command line is said here.
 This module imports nothing heavy, so that help and mistakes are answered at once.
 """
 
 from __future__ import annotations
 
-import dataclasses
-from dataclasses import dataclass, field
-from typing import Annotated, Any
+from dataclasses import dataclass
+from typing import Annotated, Literal
 
 from tyro.conf import FlagCreatePairsOff, Positional, UseAppendAction, arg, subcommand
 
-from jaxllm.config import EngineConfig
-from jaxllm.sampling_params import SamplingParams
+from jaxllm.config import ENGINE_TOPICS, EngineConfig
+from jaxllm.sampling_params import SAMPLING_TOPICS, SamplingParams
+from jaxllm.serving.cli_flags import by_topic, get_fields
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class SamplingFlags(SamplingParams):
     """How an answer is sampled and when it ends."""
 
     # `--seed` is the engine's, and makes a whole run repeatable; this one is every request's own.
-    seed: Annotated[int | None, arg(name="sampling-seed")] = None
+    seed: Annotated[int | None, arg(name="sampling-seed", metavar="INT")] = None
     max_tokens: int | None = 256
     # Given once per value: a flag that takes many values would swallow the prompts behind it.
     stop: UseAppendAction[tuple[str, ...]] = ()
@@ -56,62 +56,114 @@ class ChatSamplingFlags(SamplingFlags):
 
 
 @dataclass(frozen=True)
-class PromptFlags:
-    """What the model is given."""
+class FileFlags:
+    """Where prompts come from and answers go."""
 
-    prompts: Annotated[Positional[tuple[str, ...]], arg(metavar="[PROMPT ...]")] = ()
-    """Texts to complete, all in one batch; without any, standard input is read, one prompt a line."""
+    input: Annotated[str | None, arg(metavar="FILE")] = None
+    """File of prompts, by default standard input. One text a line; or JSONL, where a row has "prompt", or "messages" for
+    the chat template, and may have "request_id" and sampling parameters of its own, as "max_tokens"."""
+    input_format: Literal["auto", "text", "jsonl"] = "auto"
+    """Format of the prompts. auto: JSONL if FILE is named so, or if the first line begins with {; else text."""
     chat: FlagCreatePairsOff[bool] = False
     """Put each prompt to the model as a user's message, in its chat template."""
+    output: Annotated[str | None, arg(metavar="FILE")] = None
+    """File to write the answers to, by default standard output."""
+    output_format: Literal["auto", "text", "jsonl"] = "auto"
+    """Format of the answers. jsonl: request_id, index, prompt, text, token_ids, finish_reason and usage in a row.
+    auto: JSONL if FILE is named so; else text."""
 
 
 @dataclass(frozen=True)
-class Generate:
-    """Complete prompts, and print each with its answer."""
+class Prompts:
+    """The prompts that are written on the command line: behind the model, so in a class of their own."""
 
-    engine: EngineFlags
-    prompt: PromptFlags = field(default_factory=PromptFlags)
-    sampling: SamplingFlags = field(default_factory=SamplingFlags)
+    texts: Annotated[Positional[tuple[str, ...]], arg(metavar="[PROMPT ...]", help_behavior_hint="")] = ()
+    """Texts to complete. Without any, --input is read, or standard input."""
+
+
+Engine = Annotated[EngineFlags, arg(name="", constructor=by_topic(EngineFlags, ENGINE_TOPICS))]
+Sampling = Annotated[SamplingFlags, arg(name="", constructor=by_topic(SamplingFlags, SAMPLING_TOPICS))]
+Files = Annotated[FileFlags, arg(name="", constructor=by_topic(FileFlags, {"input and output": "input"}))]
+ChatSampling = Annotated[ChatSamplingFlags, arg(name="", constructor=by_topic(ChatSamplingFlags, SAMPLING_TOPICS))]
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Command:
     debug: FlagCreatePairsOff[bool] = False
     """Show where an error came from."""
 
 
 @dataclass(frozen=True)
-class Chat:
-    """Talk with a model. Ctrl-C stops an answer; /reset forgets the conversation; /exit or Ctrl-D leaves."""
+class Generate(_Command):
+    """Complete prompts, all in one batch.
 
-    engine: EngineFlags
-    system: str | None = None
+    Example: jaxllm generate smollm2-135m-instruct "The sea is"
+    """
+
+    files: Files
+    sampling: Sampling
+    engine: Engine
+    prompts: Prompts
+
+
+@dataclass(frozen=True)
+class Chat(_Command):
+    """Talk with a model. /help there lists what else can be typed; Ctrl-C stops an answer.
+
+    Example: jaxllm chat smollm2-135m-instruct --temperature 0.7
+    """
+
+    sampling: ChatSampling
+    engine: Engine
+    system: Annotated[str | None, arg(metavar="TEXT", help_behavior_hint="")] = None
     """Instructions that the conversation begins with."""
-    sampling: ChatSamplingFlags = field(default_factory=ChatSamplingFlags)
-    debug: FlagCreatePairsOff[bool] = False
-    """Show where an error came from."""
 
 
 @dataclass(frozen=True)
-class Pull:
-    """Download a model into the cache folder; without a name, list those that have one."""
+class Pull(_Command):
+    """Download a model into the cache folder and print its path; without a name, list those that have one.
 
-    name: Annotated[Positional[str | None], arg(metavar="[NAME]")] = None
+    Example: jaxllm pull smollm2-135m-instruct
+    """
+
+    name: Annotated[Positional[str | None], arg(metavar="[NAME]", help_behavior_hint="")] = None
     """Short name of the model."""
-    debug: FlagCreatePairsOff[bool] = False
-    """Show where an error came from."""
 
+
+@dataclass(frozen=True)
+class Models(_Command):
+    """List the model families that are supported, and the models that can be pulled.
+
+    Example: jaxllm models
+    """
+
+
+@dataclass(frozen=True)
+class Env(_Command):
+    """Print what a bug report needs: versions, machine, devices, settings.
+
+    Example: jaxllm env --json
+    """
+
+    json: FlagCreatePairsOff[bool] = False
+    """Print it as JSON."""
+
+
+type AnyCommand = Generate | Chat | Pull | Models | Env
 
 Command = (
     Annotated[Generate, subcommand("generate")]
     | Annotated[Chat, subcommand("chat")]
     | Annotated[Pull, subcommand("pull")]
+    | Annotated[Models, subcommand("models")]
+    | Annotated[Env, subcommand("env")]
 )
 
 MODULES: dict[type, str] = {
     Generate: "jaxllm.serving.cli_generate",
     Chat: "jaxllm.serving.cli_chat",
     Pull: "jaxllm.serving.cli_pull",
+    Models: "jaxllm.serving.cli_models",
+    Env: "jaxllm.serving.cli_env",
 }
 """The module whose `run` executes a command; imported only then, because most of them import JAX."""
-
-
-def get_fields(instance: Any) -> dict[str, Any]:
-    """The fields of a dataclass as keyword arguments."""
-    return {item.name: getattr(instance, item.name) for item in dataclasses.fields(instance)}

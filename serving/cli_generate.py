@@ -1,59 +1,79 @@
 """`jaxllm generate`: completes prompts in one batch and prints each with its answer.
 
-The invariant: standard output holds prompts and answers only; progress and speed go to standard error.
+The invariant: standard output holds prompts and answers only; progress and speed go to standard error. Either all
+prompts are run or, if something is wrong with one of them, none.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import sys
 import time
-from collections.abc import Iterable, Sequence
-from typing import TextIO
-
-from rich.console import Console
-from rich.text import Text
+from collections.abc import Sequence
 
 from jaxllm import LLM
+from jaxllm.engine.engine import Prompt
 from jaxllm.outputs import RequestOutput
 from jaxllm.sampling_params import SamplingParams
-from jaxllm.serving.cli_commands import Generate, get_fields
+from jaxllm.serving.cli_commands import Generate
+from jaxllm.serving.cli_flags import get_fields
+from jaxllm.serving.cli_input import STANDARD_INPUT, PromptRow, read_rows, rows_of_arguments
+from jaxllm.serving.cli_output import choose_layout, open_output, write_answers
 
 
 def run(command: Generate) -> None:
     config = command.engine.make_config()
-    params = command.sampling.make_params()
-    prompts = list(command.prompt.prompts) or _read_prompts(sys.stdin)
-    with LLM(**get_fields(config)) as llm:
-        start = time.perf_counter()
-        outputs = _answer(llm, prompts, params, command.prompt.chat)
-        seconds = time.perf_counter() - start
-    _print_answers(prompts, outputs)
+    rows = _get_rows(command, command.sampling.make_params())
+    layout = choose_layout(command.files.output_format, command.files.output)
+    with open_output(command.files.output) as file:
+        with LLM(**get_fields(config)) as llm:
+            _check_template(llm, config.model, rows)
+            prompts = [_encode(llm, row) for row in rows]
+            start = time.perf_counter()
+            outputs = llm.generate(prompts, [row.params for row in rows], use_tqdm=sys.stderr.isatty())
+            seconds = time.perf_counter() - start
+        write_answers(file, layout, rows, outputs)
     print(_describe_speed(outputs, seconds), file=sys.stderr)
 
 
-def _read_prompts(stream: TextIO) -> list[str]:
-    if stream.isatty():
-        print("Type prompts, one a line; Ctrl-D ends.", file=sys.stderr)
-    prompts = [line.rstrip("\r\n") for line in stream if line.strip()]
-    if not prompts:
-        raise ValueError("there is no prompt: give prompts as arguments, or on standard input, one a line")
-    return prompts
+def _get_rows(command: Generate, params: SamplingParams) -> list[PromptRow]:
+    texts, files = command.prompts.texts, command.files
+    if texts and files.input is not None:
+        raise ValueError(f"input={files.input!r} and prompts on the command line: give one or the other")
+    if texts:
+        rows = rows_of_arguments(texts, params)
+    else:
+        rows = read_rows(files.input or STANDARD_INPUT, files.input_format, params)
+    return [_as_chat(row) for row in rows] if files.chat else rows
 
 
-def _answer(llm: LLM, prompts: list[str], params: SamplingParams, chat: bool) -> list[RequestOutput]:
-    show_progress = sys.stderr.isatty()
-    if not chat:
-        return llm.generate(prompts, params, use_tqdm=show_progress)
-    conversations = [[{"role": "user", "content": prompt}] for prompt in prompts]
-    return llm.chat(conversations, params, use_tqdm=show_progress)
+def _as_chat(row: PromptRow) -> PromptRow:
+    if row.messages is not None:
+        return row
+    return dataclasses.replace(row, messages=[{"role": "user", "content": row.prompt}])
 
 
-def _print_answers(prompts: Sequence[str], outputs: Iterable[RequestOutput]) -> None:
-    console = Console(highlight=False)
-    for prompt, output in zip(prompts, outputs, strict=True):
-        console.print(Text.assemble(("Prompt: ", "bold cyan"), prompt), soft_wrap=True)
-        console.print(Text.assemble(("Answer: ", "bold green"), output.outputs[0].text.strip()), soft_wrap=True)
-        console.print()
+def _check_template(llm: LLM, model: str, rows: Sequence[PromptRow]) -> None:
+    if llm.get_tokenizer().has_chat_template:
+        return
+    for row in rows:
+        if row.messages is not None:
+            raise ValueError(
+                f"model={model!r} has no chat template: leave --chat away, or in JSONL give prompt instead of messages"
+            )
+
+
+def _encode(llm: LLM, row: PromptRow) -> Prompt:
+    """The prompt's token ids, checked, so that what is wrong with it is said with the line it was on."""
+    try:
+        prompt = row.prompt if row.messages is None else llm.get_tokenizer().encode_chat(row.messages)
+        assert prompt is not None, "a row without prompt and messages"
+        # With a seed, the engine draws none: the answers are those of `LLM.generate` called in a program.
+        params = dataclasses.replace(row.params, seed=0)
+        _, request = llm.engine.make_request(row.request_id, prompt, params)
+    except ValueError as error:
+        raise ValueError(f"{row.origin}: {error}") from error
+    return request.prompt_ids
 
 
 def _describe_speed(outputs: Sequence[RequestOutput], seconds: float) -> str:

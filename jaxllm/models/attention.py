@@ -14,9 +14,9 @@ from flax import nnx
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int
 
-from jaxllm.config import ModelConfig
+from jaxllm.config import LayerKind, ModelConfig
 from jaxllm.kernels.ragged_paged_attention import Work, attend
-from jaxllm.models.layers import Projection, Setting
+from jaxllm.models.layers import Projection, QKNorm, Setting
 from jaxllm.models.rope import rotate
 from jaxllm.parallel.sharding import KV_AXES, KV_CACHE_AXES, QUERY_AXES, partition_spec
 
@@ -41,13 +41,15 @@ class Placement(NamedTuple):
 class Attention(nnx.Module):
     """Grouped-query attention (arXiv:2305.13245) over the paged cache."""
 
-    def __init__(self, config: ModelConfig, setting: Setting):
+    def __init__(self, config: ModelConfig, kind: LayerKind, setting: Setting):
         hidden, head_dim = ("hidden", config.hidden_size), ("head_dim", config.head_dim)
         kv_heads, heads = ("kv_heads", config.num_kv_heads), ("heads", config.num_heads)
         group = ("qkv", config.group_size + 2)
         self.qkv = Projection([hidden], [kv_heads, group, head_dim], setting, config.attention_bias)
-        self.out = Projection([heads, head_dim], [hidden], setting, config.attention_bias)
-        self.scale, self.setting = config.head_dim**-0.5, setting
+        self.qk_norm = None if config.qk_norm == "none" else QKNorm(config)
+        self.out = Projection([heads, head_dim], [hidden], setting, config.attention_out_bias)
+        self.scale = config.attention_scale or config.head_dim**-0.5
+        self.window, self.soft_cap, self.setting = kind.window, config.attention_soft_cap, setting
 
     def __call__(
         self,
@@ -62,7 +64,8 @@ class Attention(nnx.Module):
 
     def split(self, qkv: Float[Array, "tokens kv_heads qkv head_dim"], rotation: tuple[Array, Array]):
         """Rotated queries [tokens, heads, head_dim], rotated keys and values [tokens, kv_heads, head_dim]."""
-        rotated = rotate(qkv[:, :, :-1], *rotation)
+        qk = qkv[:, :, :-1]
+        rotated = rotate(qk if self.qk_norm is None else self.qk_norm(qk), *rotation)
         q = rotated[:, :, :-1].reshape(qkv.shape[0], -1, qkv.shape[-1])
         return q, rotated[:, :, -1], qkv[:, :, -1]
 
@@ -70,8 +73,10 @@ class Attention(nnx.Module):
         """Each device does its own heads: attention needs nothing of the others'."""
         heads, kv = partition_spec(QUERY_AXES), partition_spec(KV_AXES)
         pages = partition_spec(KV_CACHE_AXES)  # of keys and of values
+        options = {"scale": self.scale, "window": self.window, "soft_cap": self.soft_cap}
+        read = partial(attend, **options, backend=self.setting.attention_backend)
         local = jax.shard_map(
-            partial(_write_and_attend, partial(attend, scale=self.scale, backend=self.setting.attention_backend)),
+            partial(_write_and_attend, read),
             mesh=self.setting.mesh,
             in_specs=(heads, kv, kv, pages, PartitionSpec()),
             out_specs=(heads, pages),

@@ -1,4 +1,4 @@
-"""Hugging Face config.json to `ModelConfig`, for decoders of Llama's shape.
+"""Hugging Face config.json to `ModelConfig`.
 
 Invariant: a setting that changes what the model computes is either honoured or refused, never ignored.
 """
@@ -8,28 +8,55 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Literal, get_args
 
-from jaxllm.config import ModelConfig, RopeConfig
+from jaxllm.config import LayerKind, ModelConfig, RopeConfig
+from jaxllm.models import hf_rope
+from jaxllm.models.hf_rope import whole_number
 
+type Fields = Mapping[str, Any]
 StoredDType = Literal["float32", "bfloat16", "float16"]
+Activation = Literal["silu", "gelu_tanh"]
 
-_REFUSED: Mapping[str, tuple[Any, str]] = {
-    "hidden_act": ("silu", "'silu'"),
-    "sliding_window": (None, "attention over the whole context"),
-    "partial_rotary_factor": (1.0, "rotation of whole heads (1.0)"),
-    "quantization_config": (None, "unquantised weights, or a GGUF file of this model"),
+_UNKNOWN: Mapping[str, tuple[tuple[Any, ...], str]] = {
+    "sliding_window": ((None,), "attention over the whole context"),
+    "partial_rotary_factor": ((None, 1.0), "rotation of whole heads (1.0)"),
+    "query_pre_attn_scalar": ((None,), "the usual scale of attention scores"),
+    "attn_logit_softcapping": ((None,), "uncapped attention scores"),
+    "final_logit_softcapping": ((None,), "uncapped logits"),
+    "attention_bias": ((None, False), "attention without biases"),
+    "mlp_bias": ((None, False), "feed-forward layers without biases"),
+    "use_bidirectional_attention": ((None, False), "causal attention"),
+    "quantization_config": ((None,), "unquantised weights, or a GGUF file of this model"),
 }
-"""Field, the only value it may have (a field that is left out has it), and what to say is supported."""
+"""Field, the values it may have in a family whose defaults do not name it, and what to say is supported."""
+
+_ACTIVATIONS: Mapping[str, Activation] = {
+    "silu": "silu",
+    "swish": "silu",
+    "gelu_pytorch_tanh": "gelu_tanh",
+    "gelu_new": "gelu_tanh",
+}
 
 
-def decoder_config(family: str, fields: Mapping[str, Any]) -> ModelConfig:
+def decoder_config(family: str, defaults: Fields, fields: Fields) -> ModelConfig:
     """The configuration that `fields`, the content of a config.json, describes.
+
+    Args:
+        family: name of the model's family.
+        defaults: what transformers takes for fields that are left out. A field of `_UNKNOWN` has to be among
+            them if the family knows it.
+        fields: as they are in the file.
 
     Raises:
         ValueError: a field is missing, malformed, or asks for what is not supported.
     """
-    _refuse_unsupported(fields)
+    refuse_unknown(defaults, fields)
+    fields = {**defaults, **fields}
     heads = whole_number(fields, "num_attention_heads")
     hidden = whole_number(fields, "hidden_size")
+    head_dim = whole_number(fields, "head_dim", hidden // heads)
+    rope, local_rope = hf_rope.ropes(fields, head_dim)
+    context = hf_rope.context_length(fields, rope)
+    bias = bool(fields.get("attention_bias"))
     return ModelConfig(
         family=family,
         vocab_size=whole_number(fields, "vocab_size"),
@@ -37,67 +64,88 @@ def decoder_config(family: str, fields: Mapping[str, Any]) -> ModelConfig:
         num_layers=whole_number(fields, "num_hidden_layers"),
         num_heads=heads,
         num_kv_heads=whole_number(fields, "num_key_value_heads", heads),
-        head_dim=whole_number(fields, "head_dim", hidden // heads),
+        head_dim=head_dim,
         intermediate_size=whole_number(fields, "intermediate_size"),
-        max_position_embeddings=whole_number(fields, "max_position_embeddings", 2048),
+        max_position_embeddings=context,
         rms_norm_eps=float(fields.get("rms_norm_eps", 1e-6)),
-        rope=_rope(fields),
-        tie_word_embeddings=bool(fields.get("tie_word_embeddings", False)),
-        attention_bias=bool(fields.get("attention_bias", False)),
-        mlp_bias=bool(fields.get("mlp_bias", False)),
+        rope=rope,
+        layers=_layers(fields, context, None if local_rope == rope else local_rope),
+        activation=_activation(fields),
+        attention_scale=_attention_scale(fields, head_dim),
+        attention_soft_cap=fields.get("attn_logit_softcapping"),
+        logit_soft_cap=fields.get("final_logit_softcapping"),
+        tie_word_embeddings=bool(fields.get("tie_word_embeddings")),
+        attention_bias=bias,
+        attention_out_bias=bias,
+        mlp_bias=bool(fields.get("mlp_bias")),
         dtype=_dtype(fields),
         eos_token_ids=_token_ids(fields, "eos_token_id"),
     )
 
 
-def whole_number(fields: Mapping[str, Any], name: str, default: int | None = None) -> int:
-    """A positive number; `default` where the field is missing or null."""
-    value = default if fields.get(name) is None else fields[name]
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        found = "is missing" if value is None else f"={value!r} is not valid"
-        raise ValueError(f"config.json: {name} {found}: it has to be a whole number of at least 1")
-    return value
-
-
-def _refuse_unsupported(fields: Mapping[str, Any]) -> None:
-    for name, (accepted, supported) in _REFUSED.items():
+def refuse_unknown(defaults: Fields, fields: Fields) -> None:
+    """Raises ValueError for a field that the family does not know and that would change its model."""
+    rope = fields.get("rope_parameters") or {}
+    found = {"partial_rotary_factor": rope.get("partial_rotary_factor"), **fields}
+    for name in _UNKNOWN.keys() & found.keys() - defaults.keys():
+        neutral, supported = _UNKNOWN[name]
         unused = name == "sliding_window" and fields.get("use_sliding_window") is False
-        if not unused and fields.get(name) not in (None, accepted):
-            raise ValueError(f"config.json: {name}={fields[name]!r} is not supported: use a model with {supported}")
-    for kind in fields.get("layer_types") or ():
-        if kind != "full_attention":
-            raise ValueError(f"config.json: layer_types has {kind!r}, but only 'full_attention' is supported")
+        if not unused and found[name] not in neutral:
+            raise ValueError(f"config.json: {name}={found[name]!r} is not supported: use a model with {supported}")
 
 
-def _rope(fields: Mapping[str, Any]) -> RopeConfig:
-    # transformers 5 writes rope_parameters with rope_theta inside; earlier ones rope_scaling and rope_theta.
-    given = fields.get("rope_parameters") or fields.get("rope_scaling") or {}
-    theta = float(given.get("rope_theta") or fields.get("rope_theta") or 10000.0)
-    kind = given.get("rope_type", given.get("type", "default"))
-    _refuse_unsupported({"partial_rotary_factor": given.get("partial_rotary_factor")})
-    if kind == "default":
-        return RopeConfig(theta)
-    if kind != "llama3":
-        raise ValueError(f"config.json: rope type {kind!r} is not supported: 'default' and 'llama3' are")
-    return RopeConfig(
-        theta,
-        "llama3",
-        factor=_rope_number(given, "factor"),
-        low_freq_factor=_rope_number(given, "low_freq_factor"),
-        high_freq_factor=_rope_number(given, "high_freq_factor"),
-        original_max_position=whole_number(
-            given, "original_max_position_embeddings", fields.get("max_position_embeddings")
-        ),
-    )
+def _layers(fields: Fields, context: int, local_rope: RopeConfig | None) -> tuple[LayerKind, ...]:
+    """The kind of each layer; none if all are plain."""
+    sliding = _sliding(fields)
+    window = None
+    if any(sliding):
+        window = whole_number(fields, "sliding_window")
+    # A window that no context outgrows is none.
+    local = LayerKind(window if window and window < context else None, local_rope)
+    kinds = tuple(local if slides else LayerKind() for slides in sliding)
+    return () if set(kinds) == {LayerKind()} else kinds
 
 
-def _rope_number(given: Mapping[str, Any], name: str) -> float:
-    if not isinstance(given.get(name), int | float):
-        raise ValueError(f"config.json: rope type 'llama3' needs a number {name}, not {given.get(name)!r}")
-    return float(given[name])
+def _sliding(fields: Fields) -> list[bool]:
+    """Which layers attend to a window only."""
+    count = whole_number(fields, "num_hidden_layers")
+    given = fields.get("layer_types")
+    if given is not None:
+        return _sliding_by_type(fields, given, count)
+    if fields.get("sliding_window") is None or fields.get("use_sliding_window") is False:
+        return [False] * count
+    if fields.get("max_window_layers") is not None:
+        return [layer >= fields["max_window_layers"] for layer in range(count)]
+    period = fields.get("sliding_window_pattern")  # of so many layers the last one sees all
+    return [period is None or (layer + 1) % period != 0 for layer in range(count)]
 
 
-def _dtype(fields: Mapping[str, Any]) -> StoredDType:
+def _sliding_by_type(fields: Fields, types: list[str], count: int) -> list[bool]:
+    known = ["full_attention"] + ["sliding_attention"] * (fields.get("sliding_window") is not None)
+    wrong = [kind for kind in types if kind not in known]
+    if wrong:
+        supported = " and ".join(map(repr, known))
+        raise ValueError(f"config.json: layer_types has {wrong[0]!r}, but only {supported} can be used in this model")
+    if len(types) != count:
+        raise ValueError(f"config.json: layer_types names {len(types)} layers, num_hidden_layers={count}: correct one")
+    return [kind == "sliding_attention" for kind in types]
+
+
+def _activation(fields: Fields) -> Activation:
+    name = "hidden_activation" if fields.get("hidden_activation") else "hidden_act"
+    value = fields.get(name) or "silu"
+    if value not in _ACTIVATIONS:
+        supported = ", ".join(map(repr, _ACTIVATIONS))
+        raise ValueError(f"config.json: {name}={value!r} is not supported: use a model with one of {supported}")
+    return _ACTIVATIONS[value]
+
+
+def _attention_scale(fields: Fields, head_dim: int) -> float | None:
+    scalar = fields.get("query_pre_attn_scalar")
+    return None if scalar in (None, head_dim) else float(scalar) ** -0.5
+
+
+def _dtype(fields: Fields) -> StoredDType:
     value = fields.get("dtype") or fields.get("torch_dtype") or "float32"
     for dtype in get_args(StoredDType):
         if value == dtype:
@@ -105,7 +153,7 @@ def _dtype(fields: Mapping[str, Any]) -> StoredDType:
     raise ValueError(f"config.json: dtype={value!r} is not supported: {', '.join(get_args(StoredDType))} are")
 
 
-def _token_ids(fields: Mapping[str, Any], name: str) -> tuple[int, ...]:
+def _token_ids(fields: Fields, name: str) -> tuple[int, ...]:
     value = fields.get(name)
     ids = () if value is None else tuple(value) if isinstance(value, list) else (value,)
     if not all(isinstance(token, int) for token in ids):

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from itertools import accumulate
 from math import prod
 from typing import NamedTuple
 
@@ -95,9 +96,29 @@ def _result(waiting: deque[tuple[str, Future[np.ndarray]]]) -> tuple[str, np.nda
 def _assemble(checkpoint: Checkpoint, path: str, spec: jax.ShapeDtypeStruct) -> np.ndarray:
     """Host array of one parameter, from the tensors it is made of."""
     param = _aligned_empty(spec.shape, spec.dtype)
-    for part, name in zip(_layout(path)(param), checkpoint.names.sources_of(path), strict=True):
-        part.view[...] = checkpoint.read(name).reshape(part.view.shape)  # casts, too
+    parts = _layout(path)(param)
+    for part, tensor in zip(parts, _read(checkpoint, path, parts), strict=True):
+        # A scale that several heads share is written to each of them.
+        shared = part.view.size > tensor.size
+        part.view[...] = tensor.reshape(part.view.shape[shared:])  # casts, too
     return param
+
+
+def _read(checkpoint: Checkpoint, path: str, parts: Sequence[_Part]) -> list[np.ndarray]:
+    """The tensor of every part."""
+    names = checkpoint.names.sources_of(path)
+    tensors = [checkpoint.names.correct(name, checkpoint.read(name)) for name in names]
+    if len(names) == len(parts):
+        return tensors
+    (tensor,) = tensors
+    return np.split(tensor, list(accumulate(part.shape[0] for part in parts[:-1])))
+
+
+def _expected(names: Sequence[str], parts: Sequence[_Part]) -> dict[str, tuple[int, ...]]:
+    """Shapes of a parameter's tensors: one for each part, or a single one in which they lie below one another."""
+    if len(names) == 1:
+        return {names[0]: (sum(part.shape[0] for part in parts), *parts[0].shape[1:])}
+    return {name: part.shape for name, part in zip(names, parts, strict=True)}
 
 
 def _aligned_empty(shape: Sequence[int], dtype: np.dtype) -> np.ndarray:
@@ -129,9 +150,18 @@ def _joined_inputs(param: np.ndarray) -> list[_Part]:
     return [_Part(param, (param.shape[0], prod(param.shape[1:])))]
 
 
+def _qk_norm(param: np.ndarray) -> list[_Part]:
+    """Of [group + 1, head_dim]: scales of any query's and any key's head; of [kv_heads, ...]: of all their heads."""
+    queries, keys = param[..., :-1, :], param[..., -1, :]
+    if param.ndim == 2:
+        return [_Part(queries, keys.shape), _Part(keys, keys.shape)]
+    return [_Part(view, (view.size,)) for view in (queries, keys)]
+
+
 _LAYOUTS: Mapping[str, _Layout] = {
     "attention.qkv.weight": _qkv,
     "attention.qkv.bias": _qkv,
+    "attention.qk_norm.scale": _qk_norm,
     "attention.out.weight": _joined_inputs,
     "mlp.gate_up.weight": _gate_up,
     "mlp.gate_up.bias": _gate_up,
@@ -146,9 +176,9 @@ def _layout(path: str) -> _Layout:
 def _check_tensors(checkpoint: Checkpoint, specs: Mapping[str, jax.ShapeDtypeStruct]) -> None:
     """Compares names and shapes of all tensors with what the parameters need, before anything is read."""
     expected = {
-        name: part.shape
+        name: shape
         for path, spec in specs.items()
-        for name, part in zip(checkpoint.names.sources_of(path), _parts_of(path, spec), strict=True)
+        for name, shape in _expected(checkpoint.names.sources_of(path), _parts_of(path, spec)).items()
     }
     found = checkpoint.shapes
     misshapen = [

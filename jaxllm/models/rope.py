@@ -1,6 +1,6 @@
-"""Rotary position embedding (arXiv:2104.09864), with Llama 3.1's scaling of low frequencies.
+"""Rotary position embedding (arXiv:2104.09864) and its scalings for longer contexts.
 
-Rotated pairs are dimension i and i + head_dim / 2, as in Hugging Face checkpoints.
+Rotated pairs are dimension i and i + rotary_dim / 2, as in Hugging Face checkpoints.
 """
 
 from __future__ import annotations
@@ -15,29 +15,46 @@ from jaxllm.config import RopeConfig
 
 
 def inverse_frequencies(rope: RopeConfig, head_dim: int) -> np.ndarray:
-    """Float32 [head_dim / 2]: radians per position of each rotated pair."""
-    frequencies = 1.0 / rope.theta ** (np.arange(0, head_dim, 2, dtype=np.float64) / head_dim)
-    if rope.scaling == "llama3":
-        frequencies = _scale_low_frequencies(frequencies, rope)
+    """Float32 [rotary_dim / 2]: radians per position of each rotated pair."""
+    dim = rope.rotary_dim or head_dim
+    frequencies = 1.0 / rope.theta ** (np.arange(0, dim, 2, dtype=np.float64) / dim)
+    if rope.scaling != "none":
+        kept = _kept_share(frequencies, rope)
+        frequencies = kept * frequencies + (1 - kept) * frequencies / rope.factor
     if rope.freq_factors:
         frequencies = frequencies / np.asarray(rope.freq_factors)
     return frequencies.astype(np.float32)
 
 
-def _scale_low_frequencies(frequencies: np.ndarray, rope: RopeConfig) -> np.ndarray:
-    """Wavelengths longer than the original context are stretched by `factor`, those in between partly."""
-    turns = rope.original_max_position * frequencies / (2 * math.pi)
-    share = (turns - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
-    share = np.clip(share, 0.0, 1.0)
-    return (1 - share) * frequencies / rope.factor + share * frequencies
+def _kept_share(frequencies: np.ndarray, rope: RopeConfig) -> np.ndarray:
+    """How much of each frequency is not scaled: 1 for high ones, 0 for low ones, a ramp in between."""
+    if rope.scaling == "linear":
+        return np.zeros_like(frequencies)
+    if rope.scaling == "llama3":  # a ramp over the number of turns
+        turns = rope.original_max_position * frequencies / (2 * math.pi)
+        share = (turns - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
+        return np.clip(share, 0.0, 1.0)
+    assert rope.scaling == "yarn", rope.scaling  # arXiv:2309.00071, a ramp over the dimensions
+    first, last = (_yarn_pair(turns, len(frequencies), rope) for turns in (rope.high_freq_factor, rope.low_freq_factor))
+    if rope.truncate:
+        first, last = math.floor(first), math.ceil(last)
+    first, last = max(first, 0), min(last, 2 * len(frequencies) - 1)
+    width = last - first or 0.001
+    return 1.0 - np.clip((np.arange(len(frequencies)) - first) / width, 0.0, 1.0)
+
+
+def _yarn_pair(turns: float, num_pairs: int, rope: RopeConfig) -> float:
+    """The pair, as a fraction of one too, that turns this often in the original context."""
+    return num_pairs * math.log(rope.original_max_position / (turns * 2 * math.pi)) / math.log(rope.theta)
 
 
 def rope_tables(
-    positions: Int[Array, " tokens"], frequencies: np.ndarray
+    positions: Int[Array, " tokens"], frequencies: np.ndarray, attention_factor: float = 1.0
 ) -> tuple[Float[Array, "tokens half_dim"], Float[Array, "tokens half_dim"]]:
     """Float32 cosines and sines of every token's angles; computed once a step, used by every layer."""
     angles = positions[:, None].astype(jnp.float32) * frequencies
-    return jnp.cos(angles), jnp.sin(angles)
+    cos, sin = jnp.cos(angles), jnp.sin(angles)
+    return (cos, sin) if attention_factor == 1.0 else (cos * attention_factor, sin * attention_factor)
 
 
 def rotate(
@@ -45,8 +62,13 @@ def rotate(
     cos: Float[Array, "tokens half_dim"],
     sin: Float[Array, "tokens half_dim"],
 ) -> Float[Array, "tokens *heads head_dim"]:
-    """Rotates every head's vector by its token's angles; float32 inside, x's dtype out."""
-    middle = (1,) * (x.ndim - 2)
+    """Rotates every head's vector by its token's angles; float32 inside, x's dtype out.
+
+    Dimensions past twice the tables' width stay as they are.
+    """
+    middle, half = (1,) * (x.ndim - 2), cos.shape[-1]
     cos, sin = (table.reshape(table.shape[0], *middle, -1) for table in (cos, sin))
-    first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
-    return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(x.dtype)
+    wide = x.astype(jnp.float32)
+    first, second, rest = wide[..., :half], wide[..., half : 2 * half], wide[..., 2 * half :]
+    parts = [first * cos - second * sin, second * cos + first * sin]
+    return jnp.concatenate([*parts, rest] if rest.size else parts, axis=-1).astype(x.dtype)

@@ -2,39 +2,49 @@
 
 from __future__ import annotations
 
+import math
 from functools import partial
 
 import jax
+import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
-from jaxllm.config import ModelConfig
+from jaxllm.config import LayerKind, ModelConfig, RopeConfig
 from jaxllm.models.attention import Attention, LayerCache, Placement
-from jaxllm.models.layers import Embedding, RMSNorm, Setting, SwiGLU
+from jaxllm.models.layers import Embedding, GatedMLP, RMSNorm, Setting
 from jaxllm.models.rope import inverse_frequencies, rope_tables
+
+type Rotation = tuple[Array, Array]
+"""Cosines and sines of every token."""
 
 
 class DecoderLayer(nnx.Module):
-    """Attention and feed-forward, each behind a norm and added to the stream."""
+    """Attention and feed-forward, each with a norm before it, after it or both, and added to the stream."""
 
-    def __init__(self, config: ModelConfig, setting: Setting):
-        self.input_norm = RMSNorm(config.hidden_size, config.rms_norm_eps, setting)
-        self.attention = Attention(config, setting)
-        self.post_attention_norm = RMSNorm(config.hidden_size, config.rms_norm_eps, setting)
-        self.mlp = SwiGLU(config.hidden_size, config.intermediate_size, setting, config.mlp_bias)
+    def __init__(self, config: ModelConfig, kind: LayerKind, setting: Setting):
+        size, eps = config.hidden_size, config.rms_norm_eps
+        before, after = config.norms != "after", config.norms != "before"
+        self.attention_norm = RMSNorm(size, eps) if before else None
+        self.attention = Attention(config, kind, setting)
+        self.attention_post_norm = RMSNorm(size, eps) if after else None
+        self.mlp_norm = RMSNorm(size, eps) if before else None
+        self.mlp = GatedMLP(config, setting)
+        self.mlp_post_norm = RMSNorm(size, eps) if after else None
 
     def __call__(
-        self,
-        x: Float[Array, "tokens hidden"],
-        rotation: tuple[Array, Array],
-        cache: LayerCache,
-        placement: Placement,
+        self, x: Float[Array, "tokens hidden"], rotation: Rotation, cache: LayerCache, placement: Placement
     ) -> tuple[Float[Array, "tokens hidden"], LayerCache]:
         with jax.named_scope("attention"):
-            attended, cache = self.attention(self.input_norm(x), rotation, cache, placement)
-        x = x + attended
+            attended, cache = self.attention(_normed(self.attention_norm, x), rotation, cache, placement)
+            x = x + _normed(self.attention_post_norm, attended)
         with jax.named_scope("mlp"):
-            return x + self.mlp(self.post_attention_norm(x)), cache
+            x = x + _normed(self.mlp_post_norm, self.mlp(_normed(self.mlp_norm, x)))
+        return x, cache
+
+
+def _normed(norm: RMSNorm | None, x: Float[Array, "tokens hidden"]) -> Float[Array, "tokens hidden"]:
+    return x if norm is None else norm(x)
 
 
 class Decoder(nnx.Module):
@@ -43,8 +53,8 @@ class Decoder(nnx.Module):
     def __init__(self, config: ModelConfig, setting: Setting):
         self.config, self.setting = config, setting
         self.embed = Embedding(config.vocab_size, config.hidden_size, setting)
-        self.layers = nnx.List([DecoderLayer(config, setting) for _ in range(config.num_layers)])
-        self.final_norm = RMSNorm(config.hidden_size, config.rms_norm_eps, setting)
+        self.layers = nnx.List([DecoderLayer(config, kind, setting) for kind in config.layer_kinds])
+        self.final_norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         tied = config.tie_word_embeddings
         self.lm_head = None if tied else Embedding(config.vocab_size, config.hidden_size, setting)
 
@@ -58,20 +68,28 @@ class Decoder(nnx.Module):
         """Hidden states after the last layer, and the cache with the tokens' K/V written."""
         with jax.named_scope("embed"):
             x = self.embed(token_ids)
-            rotation = rope_tables(positions, inverse_frequencies(self.config.rope, self.config.head_dim))
-            # Kept from being fused into, and computed again in, every layer.
-            rotation = jax.lax.optimization_barrier(rotation)
+            if self.config.scale_embeddings:
+                x = x * math.sqrt(self.config.hidden_size)
+            rotations = {rope: self._rotation(rope, positions) for rope in self.config.ropes}
         written = []
-        for index, (layer, layer_cache) in enumerate(zip(self.layers, cache, strict=True)):
+        layers = zip(self.layers, self.config.layer_kinds, cache, strict=True)
+        for index, (layer, kind, layer_cache) in enumerate(layers):
             with jax.named_scope(f"layer_{index:02d}"):
-                x, layer_cache = _run_layer(*nnx.split(layer), x, rotation, layer_cache, placement)
+                x, layer_cache = _run_layer(*nnx.split(layer), x, rotations[kind.rope], layer_cache, placement)
             written.append(layer_cache)
         return x, tuple(written)
+
+    def _rotation(self, rope: RopeConfig, positions: Int[Array, " tokens"]) -> Rotation:
+        frequencies = inverse_frequencies(rope, self.config.head_dim)
+        # Kept from being fused into, and computed again in, every layer.
+        return jax.lax.optimization_barrier(rope_tables(positions, frequencies, rope.attention_factor))
 
     def logits(self, hidden: Float[Array, "rows hidden"]) -> Float[Array, "rows vocab"]:
         """Float32 logits of hidden states that `__call__` returned."""
         with jax.named_scope("head"):
-            return (self.lm_head or self.embed).logits(self.final_norm(hidden))
+            logits = (self.lm_head or self.embed).logits(self.final_norm(hidden))
+            cap = self.config.logit_soft_cap
+            return logits if cap is None else cap * jnp.tanh(logits / cap)
 
 
 @partial(jax.jit, static_argnums=0)

@@ -1,0 +1,87 @@
+"""Writes what `jaxllm generate` made, as text to read or as JSONL for a program.
+
+The invariant: a row of JSONL holds what was asked as it was asked (prompt or messages), and keys named as vLLM's fields and OpenAI's `usage`.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, TextIO
+
+from rich.console import Console
+from rich.text import Text
+
+from jaxllm.outputs import RequestOutput
+from jaxllm.serving.cli_input import Format, PromptRow, is_named_jsonl
+
+
+@contextmanager
+def open_output(path: str | None) -> Iterator[TextIO]:
+    """The file to write to, empty; standard output for None.
+
+    Raises:
+        ValueError: it cannot be written.
+    """
+    if path is None:
+        yield sys.stdout
+        return
+    try:
+        file = Path(path).expanduser().open("w", encoding="utf-8")
+    except OSError as error:
+        raise ValueError(f"output={path!r} cannot be written: {error.strerror}: name another file") from error
+    with file:
+        yield file
+
+
+def choose_layout(layout: Format, path: str | None) -> Format:
+    """Text or JSONL, where auto goes by the name of the file."""
+    if layout != "auto":
+        return layout
+    return "jsonl" if path is not None and is_named_jsonl(path) else "text"
+
+
+def write_answers(file: TextIO, layout: Format, rows: Sequence[PromptRow], outputs: Sequence[RequestOutput]) -> None:
+    """Write one answer after the other, in the order of the prompts."""
+    if layout == "text":
+        _write_text(file, rows, outputs)
+        return
+    for index, (row, output) in enumerate(zip(rows, outputs, strict=True)):
+        file.write(json.dumps(_make_record(index, row, output), ensure_ascii=False) + "\n")
+
+
+def _write_text(file: TextIO, rows: Sequence[PromptRow], outputs: Sequence[RequestOutput]) -> None:
+    console = Console(file=file, highlight=False)
+    for row, output in zip(rows, outputs, strict=True):
+        console.print(Text.assemble(("Prompt: ", "bold cyan"), _last_text(row)), soft_wrap=True)
+        console.print(Text.assemble(("Answer: ", "bold green"), output.outputs[0].text.strip()), soft_wrap=True)
+        console.print()
+
+
+def _last_text(row: PromptRow) -> str:
+    if row.prompt is not None:
+        return row.prompt
+    assert row.messages, "a row without prompt and messages"
+    return row.messages[-1]["content"] or ""
+
+
+def _make_record(index: int, row: PromptRow, output: RequestOutput) -> dict[str, Any]:
+    answer = output.outputs[0]
+    num_prompt, num_answer = len(output.prompt_token_ids), len(answer.token_ids)
+    return {
+        "request_id": row.request_id,
+        "index": index,
+        **({"messages": row.messages} if row.prompt is None else {"prompt": row.prompt}),
+        "text": answer.text,
+        "token_ids": answer.token_ids,
+        "finish_reason": answer.finish_reason,
+        "stop_reason": answer.stop_reason,
+        "usage": {
+            "prompt_tokens": num_prompt,
+            "completion_tokens": num_answer,
+            "total_tokens": num_prompt + num_answer,
+        },
+    }

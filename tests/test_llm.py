@@ -1,0 +1,222 @@
+"""`LLM` and `LLMEngine` as a user calls them: forms of prompts, outputs, stopping, mistakes, cleaning up."""
+
+import random
+
+import jax
+import pytest
+from tiny_model import CONTEXT, VOCAB, write_model
+
+from jaxllm import LLM, LLMEngine, SamplingParams
+
+GREEDY = SamplingParams(temperature=0, max_tokens=8)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return write_model(tmp_path_factory.mktemp("llm") / "tiny")
+
+
+@pytest.fixture(scope="module")
+def llm(folder):
+    with LLM(str(folder), max_num_seqs=8, compilation_cache=False) as llm:
+        yield llm
+        assert llm.engine.core.scheduler.kv.num_used_blocks == 0, "a test leaked blocks"
+
+
+def text_of(outputs) -> list[str]:
+    return [output.outputs[0].text for output in outputs]
+
+
+def test_forms_of_prompts(llm):
+    [from_text] = llm.generate("hello", GREEDY)
+    token_ids = llm.get_tokenizer().encode("hello")
+    assert from_text.prompt == "hello" and from_text.prompt_token_ids == token_ids
+    forms = [token_ids, [token_ids], ["hello"], {"prompt": "hello"}, [{"prompt_token_ids": token_ids}]]
+    for form in forms:
+        [output] = llm.generate(form, GREEDY, use_tqdm=False)
+        assert output.outputs[0].token_ids == from_text.outputs[0].token_ids
+    assert llm.generate([], GREEDY) == []
+
+
+def test_outputs_come_in_the_order_of_the_prompts(llm):
+    prompts = [f"{'x' * (index % 5)} {index}" for index in range(20)]
+    params = [SamplingParams(temperature=0, max_tokens=1 + 7 * index % 11, ignore_eos=True) for index in range(20)]
+    outputs = llm.generate(prompts, params)
+    assert [output.prompt for output in outputs] == prompts
+    assert [len(output.outputs[0].token_ids) for output in outputs] == [param.max_tokens for param in params]
+    assert all(output.finished and output.outputs[0].finish_reason == "length" for output in outputs)
+    alone = [llm.generate(prompt, param)[0].outputs[0] for prompt, param in zip(prompts, params, strict=True)]
+    assert [answer.token_ids for answer in alone] == [output.outputs[0].token_ids for output in outputs]
+    assert outputs[0].outputs[0].cumulative_logprob < 0
+
+
+def test_chat_uses_the_template(llm):
+    conversation = [{"role": "user", "content": "hello"}]
+    [output] = llm.chat(conversation, GREEDY)
+    assert output.outputs[0].text == text_of(llm.generate("user: hello\nassistant:", GREEDY))[0]
+    assert text_of(llm.chat([conversation, conversation], GREEDY)) == [output.outputs[0].text] * 2
+
+
+def test_stop_tokens_stop_strings_and_min_tokens(llm):
+    long = SamplingParams(temperature=0, max_tokens=30, ignore_eos=True)
+    [full] = llm.generate("hello", long)
+    answer = full.outputs[0]
+    fifth = answer.token_ids[4]
+    first = answer.token_ids.index(fifth)
+    [stopped] = llm.generate("hello", SamplingParams(temperature=0, max_tokens=30, stop_token_ids=[fifth]))
+    assert stopped.outputs[0].token_ids == answer.token_ids[: first + 1]
+    assert (stopped.outputs[0].finish_reason, stopped.outputs[0].stop_reason) == ("stop", fifth)
+    params = SamplingParams(temperature=0, max_tokens=30, stop_token_ids=[fifth], min_tokens=12)
+    [late] = llm.generate("hello", params)
+    assert len(late.outputs[0].token_ids) > 12 and fifth not in late.outputs[0].token_ids[:12]
+    piece = answer.text[6:8]
+    [cut] = llm.generate("hello", SamplingParams(temperature=0, max_tokens=30, stop=piece))
+    assert cut.outputs[0].text == answer.text[: answer.text.index(piece)]
+    assert (cut.outputs[0].finish_reason, cut.outputs[0].stop_reason) == ("stop", piece)
+
+
+def test_seeds(llm):
+    warm = {"temperature": 1.0, "max_tokens": 20, "ignore_eos": True}
+    seeded = SamplingParams(seed=5, **warm)
+    [alone] = llm.generate("hello", seeded)
+    crowd = llm.generate(["a", "hello", "b", "hello"], [SamplingParams(**warm), seeded] * 2)
+    assert crowd[1].outputs[0].token_ids == crowd[3].outputs[0].token_ids == alone.outputs[0].token_ids
+    [one], [other] = llm.generate("hello", SamplingParams(**warm)), llm.generate("hello", SamplingParams(**warm))
+    assert one.outputs[0].token_ids != other.outputs[0].token_ids
+
+
+def test_nothing_compiles_after_ready(llm):
+    """200 random requests: every shape, every sampling parameter, joining and leaving at random."""
+    rng = random.Random(1)
+    prompts = [[rng.randrange(VOCAB) for _ in range(rng.choice([1, 3, 16, 40, 120]))] for _ in range(200)]
+    params = [
+        SamplingParams(
+            temperature=rng.choice([0, 0.7, 1.5]),
+            top_k=rng.choice([0, 5]),
+            top_p=rng.choice([1.0, 0.9]),
+            repetition_penalty=rng.choice([1.0, 1.2]),
+            min_tokens=rng.choice([0, 3]),
+            max_tokens=rng.randrange(3, 30),
+            seed=rng.choice([None, -1, 2**70]),
+            stop=rng.choice([(), ("e",)]),
+        )
+        for _ in prompts
+    ]
+    outputs = llm.generate(prompts, params)
+    assert all(output.finished for output in outputs)
+    assert llm.engine.core.runner.num_compiles_since_ready == 0
+
+
+def test_compile_counter_counts(llm):
+    before = llm.engine.core.runner.num_compiles_since_ready
+    jax.jit(lambda x: x * 3.25 + before)(1.0)
+    assert llm.engine.core.runner.num_compiles_since_ready > before
+    llm.engine.core.runner.compiled_at_ready += llm.engine.core.runner.num_compiles_since_ready - before
+
+
+BAD_PROMPTS = {
+    "empty": ("", "prompt is empty"),
+    "too long": ([1] * CONTEXT, f"prompt has {CONTEXT} tokens, but max_model_len={CONTEXT}"),
+    "beyond the vocabulary": ([5, VOCAB], f"prompt holds {VOCAB} at position 1"),
+    "negative": ([-1], "prompt holds -1 at position 0"),
+    "no token": ([1, "x"], "prompt holds 'x' at position 1"),
+}
+
+
+@pytest.mark.parametrize("name", BAD_PROMPTS)
+def test_a_bad_prompt_is_named_and_hurts_nobody(llm, name):
+    prompt, message = BAD_PROMPTS[name]
+    with pytest.raises(ValueError, match=message):
+        llm.generate(["fine", prompt], GREEDY)
+    assert not llm.engine.has_unfinished_requests()
+    llm.engine.add_request("other", "hello", GREEDY)
+    with pytest.raises(ValueError, match=message):
+        llm.engine.add_request("bad", prompt, GREEDY)
+    while llm.engine.has_unfinished_requests():
+        outputs = llm.engine.step()
+    assert outputs[0].request_id == "other" and outputs[0].finished
+    assert len(outputs[0].outputs[0].token_ids) == GREEDY.max_tokens
+
+
+def test_one_list_of_parameters_for_another_number_of_prompts(llm):
+    with pytest.raises(ValueError, match="sampling_params has 1 entries for 2 prompts"):
+        llm.generate(["a", "b"], [GREEDY])
+
+
+def test_request_id_in_use(llm):
+    llm.engine.add_request("twice", "hello", GREEDY)
+    with pytest.raises(ValueError, match="request_id='twice' is in use"):
+        llm.engine.add_request("twice", "hello", GREEDY)
+    assert llm.engine.abort_request("twice").outputs[0].finish_reason == "abort"
+    assert llm.engine.abort_request("twice") is None
+
+
+def test_more_stop_tokens_than_can_be_held_back(llm):
+    params = SamplingParams(min_tokens=1, stop_token_ids=range(40))
+    with pytest.raises(ValueError, match="min_tokens=1 has to hold back 40 stop tokens"):
+        llm.generate("hello", params)
+
+
+def test_abort_frees_blocks_in_the_middle(llm):
+    engine = llm.engine
+    for index in range(12):
+        engine.add_request(f"abort-{index}", [index + 1] * 40, SamplingParams(max_tokens=60, ignore_eos=True))
+    for _ in range(5):
+        engine.step()
+    partial = engine.abort_request("abort-0")
+    assert partial.finished and partial.outputs[0].finish_reason == "abort" and partial.outputs[0].token_ids
+    for index in range(1, 12):
+        engine.abort_request(f"abort-{index}")
+    assert engine.core.scheduler.kv.num_used_blocks == 0 and not engine.has_unfinished_requests()
+    assert engine.step() == []
+
+
+def test_an_interrupted_generate_leaves_nothing_behind(llm, monkeypatch):
+    steps = iter(range(3))
+
+    def step():
+        if next(steps, None) is None:
+            raise KeyboardInterrupt
+        return LLMEngine.step(llm.engine)
+
+    monkeypatch.setattr(llm.engine, "step", step)
+    with pytest.raises(KeyboardInterrupt):
+        llm.generate(["a", "b", "c"], SamplingParams(max_tokens=50, ignore_eos=True))
+    monkeypatch.undo()
+    assert not llm.engine.has_unfinished_requests()
+    assert len(llm.generate("a", GREEDY)[0].outputs[0].token_ids) <= 8
+
+
+BAD_FIELDS = {
+    "unknown field": ({"max_model_length": 5}, TypeError, "max_model_length"),
+    "block_size": ({"block_size": 24}, ValueError, "block_size=24 is not a power of two"),
+    "max_model_len": ({"max_model_len": 1000}, ValueError, "max_model_len=1000 is not between"),
+    "cache too small": ({"num_gpu_blocks_override": 5}, ValueError, "lower max_model_len to at most 64"),
+    "bytes too few": ({"kv_cache_memory_bytes": 1000}, ValueError, "raise kv_cache_memory_bytes"),
+    "budget": ({"max_num_seqs": 8, "max_num_batched_tokens": 4}, ValueError, "max_num_batched_tokens=4 is below"),
+    "tensor_parallel_size": ({"tensor_parallel_size": 2}, ValueError, "use 1 or 3"),
+    "too many devices": ({"tensor_parallel_size": 9}, ValueError, "needs 9 devices"),
+    "device": ({"device": "cuda:0"}, ValueError, "device='cuda:0' is not available"),
+    "dtype": ({"dtype": "int4"}, ValueError, "dtype='int4' is unknown"),
+    "utilization": ({"gpu_memory_utilization": 1.5}, ValueError, "gpu_memory_utilization=1.5"),
+}
+
+
+@pytest.mark.parametrize("name", BAD_FIELDS)
+def test_a_bad_field_is_named(folder, name):
+    fields, error, message = BAD_FIELDS[name]
+    with pytest.raises(error, match=message):
+        LLM(str(folder), **fields)
+
+
+def test_unknown_model():
+    with pytest.raises(ValueError, match="smollm3-135m"):
+        LLM("smollm3-135m")
+
+
+def test_close_frees_device_memory(folder):
+    before = sum(array.nbytes for array in jax.live_arrays())
+    with LLM(str(folder), max_num_seqs=2, max_num_batched_tokens=16, compilation_cache=False) as llm:
+        llm.generate("hello", GREEDY)
+        assert sum(array.nbytes for array in jax.live_arrays()) > before + 3e5
+    assert sum(array.nbytes for array in jax.live_arrays()) < before + 1e5

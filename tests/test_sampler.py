@@ -1,0 +1,318 @@
+"""What each sampling parameter does to the distribution of a row's token, and that rows are independent."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxllm.runner.device_state import SamplingState
+from jaxllm.runner.sampler import _largest_with_mass, sample
+from jaxllm.sampling_params import MAX_SUPPRESSED_TOKEN_IDS
+
+VOCAB = 8
+NUM_DRAWS = 4096
+LOGITS = np.log(np.array([0.3, 0.02, 0.2, 0.13, 0.05, 0.1, 0.15, 0.05], np.float32)) + 4
+"""Of a distribution with a tie, in no order; log-probabilities and a constant."""
+CHI_SQUARE = {1: 10.8, 2: 13.8, 3: 16.3, 4: 18.5, 5: 20.5, 6: 22.5, 7: 24.3}
+"""What a right sampler exceeds once in a thousand seeds, by degrees of freedom."""
+
+
+@jax.jit
+def jitted(logits, sampling, seen, lengths):
+    return sample(logits, sampling, lambda: seen, lengths)
+
+
+def make_sampling(num_rows, vocab=VOCAB, **fields):
+    """Sampling state of these rows: 1 for every row where a field is one number; by default plain sampling."""
+    defaults = {
+        "temperature": 1.0,
+        "top_p": 1.0,
+        "top_k": 0,
+        "repetition_penalty": 1.0,
+        "key": [1, 2],
+        "min_len": 0,
+        "stop_ids": vocab,
+    }
+    widths = {"key": (2,), "stop_ids": (MAX_SUPPRESSED_TOKEN_IDS,)}
+    dtypes = {"key": np.uint32, "top_k": np.int32, "min_len": np.int32, "stop_ids": np.int32}
+    arrays = {}
+    for name, default in defaults.items():
+        value = np.asarray(fields.pop(name, default), dtypes.get(name, np.float32))
+        if value.ndim == 1 and name not in widths:
+            value = value.reshape(num_rows)
+        arrays[name] = np.broadcast_to(value, (num_rows, *widths.get(name, ())))
+    assert not fields, f"no such fields: {fields}"
+    return SamplingState(**arrays)
+
+
+def run(logits, lengths=0, seen=None, **fields):
+    """Tokens and log-probabilities, as NumPy arrays."""
+    num_rows, vocab = logits.shape
+    seen = np.zeros((num_rows, vocab), bool) if seen is None else seen
+    lengths = np.broadcast_to(np.asarray(lengths, np.int32), (num_rows,))
+    sampled = jitted(logits.astype(np.float32), make_sampling(num_rows, vocab, **fields), seen, lengths)
+    return np.asarray(sampled.token_ids), np.asarray(sampled.logprobs)
+
+
+def draw(logits=LOGITS, **fields):
+    """A token at each of many positions, all under one key."""
+    logits = np.tile(np.asarray(logits, np.float32), (NUM_DRAWS, 1))
+    return run(logits, np.arange(NUM_DRAWS), **fields)[0]
+
+
+def check_distribution(tokens, probabilities):
+    """Pearson's chi-square test; tokens of probability 0 must not come at all."""
+    probabilities = np.asarray(probabilities, np.float64) / np.sum(probabilities)
+    counts = np.bincount(tokens, minlength=len(probabilities))
+    possible = probabilities > 0
+    assert counts[~possible].sum() == 0, f"tokens that cannot come did: {counts}"
+    expected = len(tokens) * probabilities[possible]
+    statistic = ((counts[possible] - expected) ** 2 / expected).sum()
+    assert statistic < CHI_SQUARE[possible.sum() - 1], f"{counts[possible]} instead of {expected}"
+
+
+def softmax(logits, temperature=1.0):
+    weights = np.exp((np.asarray(logits, np.float64) - np.max(logits)) / temperature)
+    return weights / weights.sum()
+
+
+def among(tokens, probabilities=None):
+    """The distribution of LOGITS, or another one, without any but these tokens."""
+    probabilities = softmax(LOGITS) if probabilities is None else probabilities
+    return np.where(np.isin(np.arange(len(probabilities)), tokens), probabilities, 0)
+
+
+def test_temperature_0_takes_the_most_likely_token():
+    logits = np.random.default_rng(0).standard_normal((NUM_DRAWS, VOCAB)).astype(np.float32)
+    tokens, _ = run(logits, temperature=0.0, top_p=0.1, top_k=3)
+    assert np.array_equal(tokens, logits.argmax(axis=-1))
+
+
+def test_greedy_takes_the_first_of_equals():
+    assert run(np.array([[1.0, 3.0, 0.0, 3.0]]), temperature=0.0)[0] == [1]
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.5, 2.0, 100.0])
+def test_temperature(temperature):
+    check_distribution(draw(temperature=temperature), softmax(LOGITS, temperature))
+
+
+def test_the_key_draws_as_well_as_the_position():
+    keys = np.random.default_rng(0).integers(0, 2**32, (NUM_DRAWS, 2), np.uint32)
+    tokens, _ = run(np.tile(LOGITS, (NUM_DRAWS, 1)), 17, key=keys)
+    check_distribution(tokens, softmax(LOGITS))
+
+
+def test_a_low_temperature_is_nearly_greedy():
+    assert (draw(temperature=1e-4) == 0).all()
+
+
+@pytest.mark.parametrize(
+    ("top_k", "kept"), [(1, [0]), (2, [0, 2]), (5, [0, 2, 3, 5, 6]), (8, range(8)), (99, range(8))]
+)
+def test_top_k(top_k, kept):
+    check_distribution(draw(top_k=top_k), among(kept)) if top_k > 1 else check_only(draw(top_k=top_k), kept)
+
+
+def check_only(tokens, kept):
+    assert set(tokens) == set(kept)
+
+
+@pytest.mark.parametrize(
+    ("top_p", "kept"),
+    [(1e-6, [0]), (0.29, [0]), (0.31, [0, 2]), (0.49, [0, 2]), (0.51, [0, 2, 6]), (0.97, [0, 2, 3, 4, 5, 6, 7])],
+)
+def test_top_p_keeps_the_smallest_set_that_reaches_it(top_p, kept):
+    tokens = draw(top_p=top_p)
+    check_distribution(tokens, among(kept)) if len(kept) > 1 else check_only(tokens, kept)
+
+
+def test_top_p_is_of_the_distribution_at_the_temperature():
+    """At temperature 0.5 the best token alone has 0.48 of the probability, at 1 it has 0.3."""
+    check_only(draw(top_p=0.45, temperature=0.5), [0])
+    check_only(draw(top_p=0.45), [0, 2])
+
+
+def test_top_p_is_of_what_top_k_keeps():
+    """Of the best two tokens alone the first has 0.6, enough for 0.55; of all tokens it has 0.3."""
+    check_only(draw(top_k=2, top_p=0.55), [0])
+    check_distribution(draw(top_k=2, top_p=0.65), among([0, 2]))
+    check_distribution(draw(top_k=3, top_p=0.99), among([0, 2, 6]))
+
+
+def test_equal_logits_pass_together():
+    """No order of equals is better than another: all of those at the border are kept."""
+    tied = np.array([2.0, 1.0, 2.0, 2.0, 0.0, -1.0, 0.5, -2.0])
+    check_distribution(draw(tied, top_k=1), among([0, 2, 3], softmax(tied)))
+    check_distribution(draw(tied, top_k=2), among([0, 2, 3], softmax(tied)))
+    check_distribution(draw(tied, top_p=0.1), among([0, 2, 3], softmax(tied)))
+    check_distribution(draw(np.zeros(VOCAB), top_k=3), np.ones(VOCAB))
+    check_distribution(draw(np.zeros(VOCAB), top_p=0.5), np.ones(VOCAB))
+
+
+FILTERS = [{}, {"top_k": 3}, {"top_p": 0.5}, {"top_p": 1 - 2**-24}, {"top_k": 3, "top_p": 0.9}, {"temperature": 0.0}]
+each_filter = pytest.mark.parametrize("fields", FILTERS, ids=str)
+
+
+@each_filter
+def test_degenerate_logits(fields):
+    only = np.full(VOCAB, -np.inf)
+    only[5] = -3.0
+    check_only(draw(only, **fields), [5])
+    huge = np.array([-1e30, 1e30, -1e30, -3e38, 0, 1, 2, 3])
+    check_only(draw(huge, **fields), [1])
+    low = np.full(VOCAB, -1e30)
+    low[6] = -0.9e30
+    check_only(draw(low, **fields), [6])
+
+
+@each_filter
+def test_rows_with_different_parameters_do_not_meet(fields):
+    """Every row of a batch in which all parameters differ has the token it has alone."""
+    rng = np.random.default_rng(1)
+    num_rows = 16
+    logits = rng.standard_normal((num_rows, 40)).astype(np.float32) * 3
+    seen = rng.random((num_rows, 40)) < 0.3
+    neighbours = {
+        "temperature": rng.choice([0, 0.7, 1.5], num_rows),
+        "top_k": rng.choice([0, 2, 7], num_rows),
+        "top_p": rng.choice([1, 0.4, 0.9], num_rows),
+        "repetition_penalty": rng.choice([1, 1.3], num_rows),
+        "min_len": rng.choice([0, 1000], num_rows),
+        "stop_ids": rng.integers(0, 41, (num_rows, MAX_SUPPRESSED_TOKEN_IDS)),
+        "key": rng.integers(0, 2**32, (num_rows, 2), np.uint32),
+    }
+    lengths = rng.integers(0, 100, num_rows)
+    for row in range(0, num_rows, 3):
+        mine = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "repetition_penalty": 1.0, "min_len": 0} | fields
+        for name, value in mine.items():
+            neighbours[name][row] = value
+    together, together_logprobs = run(logits, lengths, seen, **neighbours)
+    for row in range(num_rows):
+        one = slice(row, row + 1)
+        parameters = {name: value[one] for name, value in neighbours.items()}
+        alone, logprob = run(logits[one], lengths[one], seen[one], **parameters)
+        assert alone == together[one]
+        assert logprob == pytest.approx(together_logprobs[one], abs=1e-5)
+
+
+def test_a_token_depends_on_key_and_position_and_on_nothing_else():
+    logits = np.zeros((64, 1000))
+    tokens, _ = run(logits, np.arange(64))
+    order = np.random.default_rng(0).permutation(64)
+    assert np.array_equal(run(logits, order)[0], tokens[order])
+    assert np.array_equal(run(logits[:5], np.arange(5))[0], tokens[:5])
+    assert len(set(tokens)) > 50, "positions share their random numbers"
+
+
+@pytest.mark.parametrize("other", [[1, 3], [3, 2], [2, 1]])
+def test_both_halves_of_the_key_matter(other):
+    logits = np.zeros((64, 1000))
+    mine, others = (run(logits, np.arange(64), key=key)[0] for key in ([1, 2], other))
+    assert (mine == others).sum() < 5
+
+
+def test_repetition_penalty_makes_seen_tokens_less_likely():
+    """Positive logits are divided by it and negative ones multiplied (arXiv:1909.05858)."""
+    rng = np.random.default_rng(3)
+    num_rows = 512
+    logits = rng.standard_normal((num_rows, VOCAB)).astype(np.float32)
+    seen = rng.random((num_rows, VOCAB)) < 0.5
+    penalty = rng.choice([0.7, 1.0, 1.5, 4.0], num_rows).astype(np.float32)
+    changed = np.where(logits > 0, logits / penalty[:, None], logits * penalty[:, None])
+    adjusted = np.where(seen, changed, logits)
+    tokens, logprobs = run(logits, seen=seen, repetition_penalty=penalty, temperature=0.0)
+    assert np.array_equal(tokens, adjusted.argmax(axis=-1))
+    assert (tokens != logits.argmax(axis=-1)).mean() > 0.1
+    assert np.allclose(logprobs, exact_logprobs(logits, tokens), atol=1e-5)
+
+
+def test_repetition_penalty_changes_the_distribution_that_is_sampled():
+    logits = np.array([2.0, 1.0, -1.0, -0.5, 0.0, 1.5, 0.3, -2.0])
+    seen = np.array([True, False, True, False, True, True, False, False])
+    tokens = draw(logits, seen=np.tile(seen, (NUM_DRAWS, 1)), repetition_penalty=1.5)
+    penalised = np.where(seen, np.where(logits > 0, logits / 1.5, logits * 1.5), logits)
+    check_distribution(tokens, softmax(penalised))
+
+
+def test_stop_tokens_cannot_come_before_min_tokens():
+    """Positions count the prompt: the token at position `min_len` is the first that may end the answer."""
+    stops = np.full(MAX_SUPPRESSED_TOKEN_IDS, VOCAB)
+    stops[:2] = 0, 6
+    half = NUM_DRAWS // 2
+    tokens = draw(stop_ids=stops, min_len=half)
+    check_distribution(tokens[:half], among([1, 2, 3, 4, 5, 7]))
+    check_distribution(tokens[half:], softmax(LOGITS))
+    assert set(draw(stop_ids=stops, min_len=half, temperature=0.0)[:half]) == {2}
+    lengths = np.array([9, 10, 11])
+    tokens, _ = run(np.tile(LOGITS, (3, 1)), lengths, stop_ids=stops, min_len=10, temperature=0.0)
+    assert tokens.tolist() == [2, 0, 0]
+
+
+def test_suppressing_every_token_but_one_under_every_filter():
+    stops = np.full(MAX_SUPPRESSED_TOKEN_IDS, VOCAB)
+    stops[:7] = 0, 1, 2, 3, 5, 6, 7
+    for fields in FILTERS:
+        check_only(draw(stop_ids=stops, min_len=NUM_DRAWS, **fields), [4])
+
+
+def exact_logprobs(logits, tokens):
+    logits = logits.astype(np.float64)
+    shifted = logits - logits.max(axis=-1, keepdims=True)
+    table = shifted - np.log(np.exp(shifted).sum(axis=-1, keepdims=True))
+    return table[np.arange(len(tokens)), tokens]
+
+
+@pytest.mark.parametrize(
+    "fields", [{}, {"temperature": 0.0}, {"temperature": 0.3, "top_k": 2, "top_p": 0.5, "repetition_penalty": 3.0}]
+)
+def test_logprobs_are_of_the_raw_distribution(fields):
+    logits = np.random.default_rng(5).standard_normal((512, VOCAB)).astype(np.float32) * 10
+    tokens, logprobs = run(logits, np.arange(512), seen=np.ones((512, VOCAB), bool), **fields)
+    assert np.allclose(logprobs, exact_logprobs(logits, tokens), atol=1e-5)
+
+
+@jax.jit
+def largest_with_mass(values, weights, target):
+    return _largest_with_mass(values, weights, target)
+
+
+DENORMAL = np.float32(1e-41)
+
+
+def random_floats(rng, shape):
+    """Of every magnitude and both signs, and among them zeros, denormals, infinities and many ties."""
+    bits = rng.integers(0, 2**32, shape, np.uint32)
+    values = bits.view(np.float32)
+    special = rng.choice([0.0, -0.0, DENORMAL, -DENORMAL, -np.inf, np.inf, 1.0, -1.0], shape).astype(np.float32)
+    return np.where(np.isnan(values) | (rng.random(shape) < 0.3), special, values)
+
+
+def test_largest_with_mass_is_exact():
+    """Against a sort, bit for bit but for the sign of zero; weights are whole numbers, so sums are exact."""
+    rng = np.random.default_rng(0)
+    values = random_floats(rng, (512, 40))
+    weights = rng.integers(0, 5, values.shape).astype(np.float32)
+    weights[:, 0] = 1
+    target = np.ceil(rng.random(512) * weights.sum(axis=-1)).astype(np.float32)
+    found = np.asarray(largest_with_mass(values, weights, target))
+    for row in range(512):
+        descending = np.argsort(values[row], kind="stable")[::-1]
+        reached = np.searchsorted(np.cumsum(weights[row][descending]), target[row])
+        assert found[row] == values[row][descending[reached]]
+
+
+def test_largest_with_mass_of_all_and_of_one():
+    values = random_floats(np.random.default_rng(1), (256, 40))
+    ones = np.ones_like(values)
+    assert np.array_equal(largest_with_mass(values, ones, np.full(256, 40, np.float32)), values.min(axis=-1))
+    assert np.array_equal(largest_with_mass(values, ones, np.ones(256, np.float32)), values.max(axis=-1))
+
+
+def test_a_mass_that_rounding_puts_out_of_reach_keeps_everything():
+    """Sums in another order may differ in the last bit: a target just above the sum must not empty the set."""
+    values = random_floats(np.random.default_rng(2), (64, 40))
+    found = largest_with_mass(values, jnp.ones_like(values), np.full(64, 40.001, np.float32))
+    assert np.array_equal(found, values.min(axis=-1))
