@@ -222,14 +222,13 @@ class ModelConfig:
 
     @property
     def layer_kinds(self) -> tuple[LayerKind, ...]:
-        """The kind of every layer, its rope filled in."""
-        kinds = self.layers or (LayerKind(),) * self.num_layers
-        return tuple(LayerKind(kind.window, kind.rope or self.rope) for kind in kinds)
+        """The kind of every layer."""
+        return self.layers or (LayerKind(),) * self.num_layers
 
     @property
-    def ropes(self) -> tuple[RopeConfig, ...]:
-        """The distinct position embeddings of all layers."""
-        return tuple(dict.fromkeys(kind.rope for kind in self.layer_kinds if kind.rope))
+    def layer_ropes(self) -> tuple[RopeConfig, ...]:
+        """The position embedding of every layer."""
+        return tuple(kind.rope or self.rope for kind in self.layer_kinds)
 
     def for_context(self, max_model_len: int) -> ModelConfig:
         """The model where no request is longer than `max_model_len`, which decides longrope's factors."""

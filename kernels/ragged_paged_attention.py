@@ -9,13 +9,15 @@ table entries beyond a context and whatever lies in unused slots (NaN included) 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, Literal, NamedTuple
 
 from jaxtyping import Array, Float, Int
 
+from jaxllm.kernels import ragged_paged_attention_pallas as pallas
 from jaxllm.kernels import ragged_paged_attention_xla as xla
 
-type Backend = Literal["xla"]
+type Backend = Literal["xla", "pallas", "pallas_interpret"]
 type Work = Any
 """What a backend derives from the rows' lengths and tables: a pytree of arrays, the same for every layer."""
 
@@ -27,7 +29,11 @@ class Implementation(NamedTuple):
     attend: Callable[..., Array]
 
 
-IMPLEMENTATIONS: dict[Backend, Implementation] = {"xla": Implementation(xla.prepare, xla.attend)}
+IMPLEMENTATIONS: dict[Backend, Implementation] = {
+    "xla": Implementation(xla.prepare, xla.attend),
+    "pallas": Implementation(pallas.prepare, pallas.attend),
+    "pallas_interpret": Implementation(pallas.prepare, partial(pallas.attend, interpret=True)),
+}
 
 
 def prepare_attention(
@@ -37,10 +43,19 @@ def prepare_attention(
     *,
     num_tokens: int,
     block_size: int,
+    group: int,
     backend: Backend = "xla",
 ) -> Work:
-    """The part of `ragged_paged_attention` that is the same for every layer of a step; arguments as there."""
-    return IMPLEMENTATIONS[backend].prepare(block_tables, kv_lens, cu_q_lens, num_tokens, block_size)
+    """The part of `ragged_paged_attention` that is the same for every layer of a step.
+
+    Args:
+        block_tables: with `kv_lens` and `cu_q_lens` as there.
+        num_tokens: tokens of the step, padding included.
+        block_size: tokens of a block.
+        group: query heads per K/V head.
+        backend: the implementation that will attend.
+    """
+    return IMPLEMENTATIONS[backend].prepare(block_tables, kv_lens, cu_q_lens, num_tokens, block_size, group)
 
 
 def attend(
@@ -95,14 +110,14 @@ def ragged_paged_attention(
         sinks: one logit per head that takes part in the softmax and has no value (gpt-oss).
         k_scale: factor that turns stored keys into keys (for quantised caches).
         v_scale: factor that turns stored values into values.
-        backend: the implementation; "xla" runs on any device.
+        backend: the implementation; "xla" runs on any device, "pallas" on NVIDIA GPUs ("pallas_interpret" is the same
+            kernels on a CPU, for tests).
 
     Returns:
         Weighted values in q's dtype; rows of padding tokens are finite and of no meaning.
         Scores, softmax and sums are float32. The online softmax is FlashAttention's (arXiv:2205.14135).
     """
-    work = prepare_attention(
-        block_tables, kv_lens, cu_q_lens, num_tokens=q.shape[0], block_size=k_cache.shape[1], backend=backend
-    )
+    sizes = {"num_tokens": q.shape[0], "block_size": k_cache.shape[1], "group": q.shape[1] // k_cache.shape[2]}
+    work = prepare_attention(block_tables, kv_lens, cu_q_lens, **sizes, backend=backend)
     options = {"scale": scale, "window": window, "soft_cap": soft_cap, "sinks": sinks}
     return attend(q, k_cache, v_cache, work, **options, k_scale=k_scale, v_scale=v_scale, backend=backend)

@@ -13,19 +13,12 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
+from jaxllm.kernels.query_tiles import QueryTiles, cut_queries
+
 NEGATIVE = -1e30
 """The peak before any score: finite, so that a tile in which everything is masked adds exp(-inf), 0."""
 QUERY_TILE = 16
 CONTEXT_TILE = 64
-
-
-class QueryTiles(NamedTuple):
-    """Where each tile of queries comes from."""
-
-    row: Int[Array, " tiles"]
-    token: Int[Array, "tiles query_tile"]
-    position: Int[Array, "tiles query_tile"]
-    valid: Bool[Array, "tiles query_tile"]
 
 
 class Work(NamedTuple):
@@ -51,9 +44,10 @@ def prepare(
     cu_q_lens: Int[Array, " rows+1"],
     num_tokens: int,
     block_size: int,
+    group: int,
 ) -> Work:
     """See `prepare_attention`."""
-    tiles = cut_queries(kv_lens, cu_q_lens, num_tokens)
+    tiles = cut_queries(kv_lens, cu_q_lens, num_tokens, 1 if num_tokens <= kv_lens.shape[0] else QUERY_TILE)
     padding = -block_tables.shape[1] % _blocks_per_tile(block_size)
     return Work(tiles, jnp.pad(block_tables, ((0, 0), (0, padding)))[tiles.row])
 
@@ -83,23 +77,6 @@ def attend(q, k_cache, v_cache, work: Work, *, scale, window, soft_cap, sinks, k
 
 def _blocks_per_tile(block_size: int) -> int:
     return max(CONTEXT_TILE // block_size, 1)
-
-
-def cut_queries(kv_lens: Int[Array, " rows"], cu_q_lens: Int[Array, " rows+1"], num_tokens: int) -> QueryTiles:
-    """Cuts each row's queries into tiles; the last ones of the list may be empty."""
-    num_rows = kv_lens.shape[0]
-    size = 1 if num_tokens <= num_rows else QUERY_TILE
-    num_tiles = num_tokens if size == 1 else -(-num_tokens // size) + num_rows
-    q_lens = cu_q_lens[1:] - cu_q_lens[:-1]
-    tile_ends = jnp.cumsum(-(-q_lens // size))
-    tile = jnp.arange(num_tiles)
-    row = jnp.minimum(jnp.searchsorted(tile_ends, tile, side="right"), num_rows - 1)
-    first = tile_ends[row] - (-(-q_lens[row] // size))
-    offset = (tile - first)[:, None] * size + jnp.arange(size)
-    valid = (offset < q_lens[row][:, None]) & (tile < tile_ends[-1])[:, None]
-    position = (kv_lens - q_lens)[row][:, None] + offset
-    token = jnp.where(valid, cu_q_lens[row][:, None] + offset, 0)
-    return QueryTiles(row, token, jnp.where(valid, position, 0), valid)
 
 
 def gather_blocks(cache: Float[Array, "blocks block_size kv_heads head_dim"], blocks: Int[Array, "tiles n"]) -> Array:

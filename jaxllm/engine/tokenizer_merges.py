@@ -10,11 +10,12 @@ Invariant: merges are derived once for a vocabulary; deleting what is stored cos
 from __future__ import annotations
 
 import hashlib
+import itertools
 import logging
 import os
 import tempfile
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -28,68 +29,76 @@ _RULES = "1"
 """To be changed with the rules by which merges are found, as stored ones would be used otherwise."""
 
 
-def merges_of(pieces: Sequence[str], scores: Sequence[float]) -> list[tuple[str, str]]:
+def merges_of(pieces: list[str], scores: Sequence[float]) -> list[tuple[str, str]]:
     """Pairs of pieces to join, the most urgent first; kept in the cache folder if they took long to find."""
     file = cache_dir() / "tokenizers" / f"{_fingerprint(pieces, scores)}.npy"
-    pairs = _load(file, len(pieces))
-    if pairs is None:
+    merges = _load(file, pieces)
+    if merges is None:
         start = time.perf_counter()
-        pairs = derive_merges(pieces, scores)
+        merges = derive_merges(pieces, scores)
         if time.perf_counter() - start > _WORTH_STORING_SECONDS:
-            _save(file, pairs)
-    lefts, rights = pairs.T.tolist()
-    return [(pieces[left], pieces[right]) for left, right in zip(lefts, rights, strict=True)]
+            _save(file, pieces, merges)
+    return merges
 
 
-def derive_merges(pieces: Sequence[str], scores: Sequence[float]) -> np.ndarray:
-    """Pairs of positions in `pieces`, [merges, 2], the most urgent first.
+def derive_merges(pieces: Sequence[str], scores: Sequence[float]) -> list[tuple[str, str]]:
+    """Pairs of pieces to join, the most urgent first.
 
     Pieces of equal score count in the order of the vocabulary: that is the order in which a file without real
     scores lists them. A piece that no text ends up with has no pair.
     """
-    order = _order(pieces, scores)
-    numbers = {pieces[position]: number for number, position in enumerate(order)}
-    history = _History(sum(len(piece) == 1 for piece in numbers), len(order))
-    number_of = numbers.get
-    for piece, number in numbers.items():
-        for cut in range(1, len(piece)):
-            # What a piece is made of came to be before it: that is how scores are given in training.
-            if (right := number_of(piece[cut:], number)) == number or (left := number_of(piece[:cut], number)) == number:
-                continue
-            if left < number and right < number and history.meet(left, right):
-                history.add(number, left, right)
-                break
-    made = np.fromiter((number for pair in history.made for number in pair), np.int32).reshape(-1, 2)
-    return np.asarray(order, np.int32)[made]
+    history = _History(piece for piece in pieces if len(piece) == 1)
+    everything = set(pieces)
+    waiting: dict[str, list[str]] = {}
+    """Pieces by a part of theirs that has a lower score than they have: once it is there, they are next."""
+    joined = [position for position, piece in enumerate(pieces) if len(piece) > 1]
+    for position in sorted(joined, key=lambda position: (-scores[position], position)):
+        turns = [pieces[position]]
+        for piece in turns:
+            if history.try_to_add(piece):
+                turns += waiting.pop(piece, ())
+            elif piece not in history.numbers:
+                for part in _missing_parts(piece, history.numbers, everything):
+                    waiting.setdefault(part, []).append(piece)
+    return history.merges
 
 
 class _History:
-    """Which two pieces each piece is made of. Pieces are numbers: the order in which they come to be."""
+    """Which two pieces each piece is made of. A piece's number says when it comes to be."""
 
-    def __init__(self, num_characters: int, count: int):
-        self.made: dict[tuple[int, int], int] = {}
-        """What pairs become, in the order of what they become."""
-        self._num_characters = num_characters
-        self._count = count
+    def __init__(self, characters: Iterable[str]):
+        self.numbers = {character: number for number, character in enumerate(characters)}
+        self.merges: list[tuple[str, str]] = []
+        self._num_characters = len(self.numbers)
         self._parts: dict[int, tuple[int, int]] = {}
+        self._made: dict[tuple[int, int], int] = {}
+        """The reverse of _parts."""
 
-    def add(self, number: int, left: int, right: int) -> None:
-        self.made[left, right] = number
-        self._parts[number] = left, right
+    def try_to_add(self, piece: str) -> bool:
+        """Adds the piece if it can be made now of two that are there."""
+        if piece in self.numbers:
+            return False
+        for cut in range(1, len(piece)):
+            left, right = self.numbers.get(piece[:cut]), self.numbers.get(piece[cut:])
+            if left is not None and right is not None and self._meet(left, right):
+                number = len(self.numbers)
+                self._parts[number] = left, right
+                self._made[left, right] = number
+                self.numbers[piece] = number
+                self.merges.append((piece[:cut], piece[cut:]))
+                return True
+        return False
 
-    def meet(self, left: int, right: int) -> bool:
+    def _meet(self, left: int, right: int) -> bool:
         """Whether the two, one after the other in a text, both come to be.
 
         Goes back in time, taking apart the one that came later. What stood at either side of the border at any
         time must not have become a piece across it.
         """
-        now = self._count
-        while self.made.get((left, right), now) >= now:
-            latest = max(left, right)
-            if latest < self._num_characters:
+        now = len(self.numbers)
+        while self._made.get((left, right), now) >= now:
+            if left < self._num_characters and right < self._num_characters:
                 return True
-            if latest not in self._parts:
-                return False  # It never comes to be.
             if left > right:
                 now = left
                 left = self._parts[left][1]
@@ -100,17 +109,11 @@ class _History:
         return False
 
 
-def _order(pieces: Sequence[str], scores: Sequence[float]) -> list[int]:
-    """Positions of the pieces as they come to be: characters, which the text has, then by falling score."""
-    return sorted(range(len(pieces)), key=lambda position: (len(pieces[position]) > 1, -scores[position], position))
-
-
-def _cuts(piece: str, numbers: dict[str, int]) -> Iterable[tuple[int, int]]:
-    for cut in range(1, len(piece)):
-        right = numbers.get(piece[cut:])
-        left = None if right is None else numbers.get(piece[:cut])
-        if left is not None and right is not None:
-            yield left, right
+def _missing_parts(piece: str, present: Mapping[str, int], everything: set[str]) -> list[str]:
+    """Parts that the piece could be made of later on."""
+    halves = [(piece[:cut], piece[cut:]) for cut in range(1, len(piece))]
+    possible = [pair for pair in halves if everything.issuperset(pair)]
+    return [part for part in dict.fromkeys(itertools.chain(*possible)) if part not in present]
 
 
 def _fingerprint(pieces: Sequence[str], scores: Sequence[float]) -> str:
@@ -120,24 +123,25 @@ def _fingerprint(pieces: Sequence[str], scores: Sequence[float]) -> str:
     return digest.hexdigest()[:32]
 
 
-def _load(file: Path, count: int) -> np.ndarray | None:
+def _load(file: Path, pieces: list[str]) -> list[tuple[str, str]] | None:
     if not file.exists():
         return None
     try:
-        pairs = np.load(file, allow_pickle=False)
-    except (OSError, ValueError, EOFError) as error:
+        lefts, rights = np.load(file, allow_pickle=False).tolist()
+        return [(pieces[left], pieces[right]) for left, right in zip(lefts, rights, strict=True)]
+    except (OSError, ValueError, EOFError, IndexError, TypeError) as error:
         logger.warning("stored merges %s are unreadable, deriving them again: %s", file, error)
         return None
-    is_whole = pairs.ndim == 2 and pairs.shape[1] == 2 and 0 <= pairs.min(initial=0) <= pairs.max(initial=0) < count
-    return pairs if is_whole else None
 
 
-def _save(file: Path, pairs: np.ndarray) -> None:
-    """Writes atomically; failing to write costs the next start time, nothing else."""
+def _save(file: Path, pieces: list[str], merges: list[tuple[str, str]]) -> None:
+    """Writes positions in `pieces`, atomically; failing to write costs the next start time, nothing else."""
+    positions = {piece: position for position, piece in enumerate(pieces)}
+    table = np.array([[positions[pair[side]] for pair in merges] for side in (0, 1)], np.int32)
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile(dir=file.parent, delete=False) as out:
-            np.save(out, pairs)
+            np.save(out, table)
         os.replace(out.name, file)
     except OSError as error:
         logger.warning("cannot store the merges %s: %s", file, error)

@@ -10,9 +10,8 @@ from typing import Any, Literal, get_args
 
 from jaxllm.config import LayerKind, ModelConfig, RopeConfig
 from jaxllm.models import hf_rope
-from jaxllm.models.hf_rope import whole_number
+from jaxllm.models.hf_rope import Fields, whole_number
 
-type Fields = Mapping[str, Any]
 StoredDType = Literal["float32", "bfloat16", "float16"]
 Activation = Literal["silu", "gelu_tanh"]
 
@@ -87,10 +86,9 @@ def refuse_unknown(defaults: Fields, fields: Fields) -> None:
     """Raises ValueError for a field that the family does not know and that would change its model."""
     rope = fields.get("rope_parameters") or {}
     found = {"partial_rotary_factor": rope.get("partial_rotary_factor"), **fields}
-    for name in _UNKNOWN.keys() & found.keys() - defaults.keys():
-        neutral, supported = _UNKNOWN[name]
+    for name, (neutral, supported) in _UNKNOWN.items():
         unused = name == "sliding_window" and fields.get("use_sliding_window") is False
-        if not unused and found[name] not in neutral:
+        if name not in defaults and not unused and found.get(name) not in neutral:
             raise ValueError(f"config.json: {name}={found[name]!r} is not supported: use a model with {supported}")
 
 

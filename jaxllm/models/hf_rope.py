@@ -59,7 +59,9 @@ def _rope(fields: Fields, given: Fields, head_dim: int) -> RopeConfig:
         supported = ", ".join(map(repr, _SCALINGS))
         reason = " (keys already cached would have to be rotated again)" if kind == "dynamic" else ""
         raise ValueError(f"config.json: rope type {kind!r} is not supported{reason}: {supported} are")
-    return _SCALINGS[kind](plain, fields, given) if kind != "default" else plain
+    rope = _SCALINGS[kind](plain, fields, given)
+    _check_factors(rope, (rope.rotary_dim or head_dim) // 2)
+    return rope
 
 
 def _linear(plain: RopeConfig, fields: Fields, given: Fields) -> RopeConfig:
@@ -148,6 +150,15 @@ def _number(given: Fields, name: str) -> float:
         kind = given.get("rope_type", given.get("type"))
         raise ValueError(f"config.json: rope type {kind!r} needs a number {name}, not {given.get(name)!r}")
     return float(given[name])
+
+
+def _check_factors(rope: RopeConfig, num_pairs: int) -> None:
+    for factors in (rope.freq_factors, rope.short_freq_factors):
+        if factors and len(factors) != num_pairs:
+            raise ValueError(
+                f"config.json: rope type 'longrope' has {len(factors)} factors for {num_pairs} rotated pairs of "
+                "dimensions: correct long_factor, short_factor or partial_rotary_factor"
+            )
 
 
 def _factors(given: Fields, name: str) -> tuple[float, ...]:

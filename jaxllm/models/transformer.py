@@ -70,12 +70,12 @@ class Decoder(nnx.Module):
             x = self.embed(token_ids)
             if self.config.scale_embeddings:
                 x = x * math.sqrt(self.config.hidden_size)
-            rotations = {rope: self._rotation(rope, positions) for rope in self.config.ropes}
+            ropes = self.config.layer_ropes
+            rotations = {rope: self._rotation(rope, positions) for rope in dict.fromkeys(ropes)}
         written = []
-        layers = zip(self.layers, self.config.layer_kinds, cache, strict=True)
-        for index, (layer, kind, layer_cache) in enumerate(layers):
+        for index, (layer, rope, layer_cache) in enumerate(zip(self.layers, ropes, cache, strict=True)):
             with jax.named_scope(f"layer_{index:02d}"):
-                x, layer_cache = _run_layer(*nnx.split(layer), x, rotations[kind.rope], layer_cache, placement)
+                x, layer_cache = _run_layer(*nnx.split(layer), x, rotations[rope], layer_cache, placement)
             written.append(layer_cache)
         return x, tuple(written)
 

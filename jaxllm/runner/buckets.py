@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+MAX_DECODE_BUCKETS = 11
 MAX_MIXED_BUCKETS = 5
 SMALLEST_MIXED = 32
 
@@ -60,10 +61,17 @@ def make_ladder(max_num_seqs: int, max_num_batched_tokens: int, platform: str) -
         steps = list(range(128, 257, 64)) + [1 << power for power in range(9, 17)]
         decode_sizes = [1 << power for power in range(7)] + steps
         factor, most = 2, MAX_MIXED_BUCKETS
-    decode_sizes = [size for size in decode_sizes if size < max_num_seqs] + [max_num_seqs]
+    decode_sizes = _thin_out([size for size in decode_sizes if size < max_num_seqs] + [max_num_seqs])
     decode = tuple(Bucket(size, size, admits=False) for size in decode_sizes)
     mixed_sizes = _mixed_sizes(max_num_batched_tokens, factor, most)
     return BucketLadder(decode, tuple(Bucket(size, max_num_seqs, admits=True) for size in mixed_sizes))
+
+
+def _thin_out(sizes: list[int]) -> list[int]:
+    """Leaves out every other size, small ones first, until they are few enough: small steps are cheap to pad."""
+    excess = max(len(sizes) - MAX_DECODE_BUCKETS, 0)
+    dropped = range(1, 2 * excess, 2)
+    return [size for index, size in enumerate(sizes) if index not in dropped]
 
 
 def _mixed_sizes(largest: int, factor: int, most: int) -> list[int]:

@@ -6,6 +6,7 @@ measured bytes, rounded down, so that the same start gives the same shapes and f
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import jax
@@ -37,34 +38,43 @@ def cache_size(
         ValueError: the cache would not hold one request of max_model_len.
     """
     max_model_len, max_num_seqs = longest
-    per_device = model.kv_bytes_per_token(itemsize) * config.block_size // config.tensor_parallel_size
-    wanted = max_num_seqs * -(-max_model_len // config.block_size) + 1
-    if config.num_gpu_blocks_override is not None:
-        blocks = config.num_gpu_blocks_override
-    else:
-        blocks = min((config.kv_cache_memory_bytes or available_bytes) // per_device, wanted)
-        blocks = blocks // ROUNDING * ROUNDING if blocks > ROUNDING else blocks
-    blocks = min(blocks, _most_blocks(config, model))
+    block_bytes = model.kv_bytes_per_token(itemsize) * config.block_size // config.tensor_parallel_size
+    needed = -(-max_model_len // config.block_size) + 1
+    blocks, remedy = _affordable(config, block_bytes, available_bytes, needed)
+    if config.num_gpu_blocks_override is None:
+        blocks = min(blocks, max_num_seqs * (needed - 1) + 1)
+    if blocks > (most := _most_blocks(config, model)):
+        blocks, remedy = most, "raise tensor_parallel_size"
     size = CacheSize(blocks, config.block_size)
-    _check_one_request_fits(size, max_model_len, per_device)
+    if blocks < needed:
+        shorter = f"lower max_model_len to at most {size.num_tokens}, or " if size.num_tokens > 1 else ""
+        raise ValueError(
+            f"max_model_len={max_model_len} needs {needed} K/V cache blocks of {size.block_size} tokens "
+            f"({math.ceil(needed * block_bytes / 2**20)} MiB per device), but there are {blocks}: {shorter}{remedy}"
+        )
     return size
+
+
+def _affordable(config: EngineConfig, block_bytes: int, available_bytes: int, needed: int) -> tuple[int, str]:
+    """Number of blocks the configuration names or memory holds, and what a user does to get more."""
+    if config.num_gpu_blocks_override is not None:
+        return config.num_gpu_blocks_override, "raise num_gpu_blocks_override"
+    if config.kv_cache_memory_bytes is not None:
+        return config.kv_cache_memory_bytes // block_bytes, "raise kv_cache_memory_bytes"
+    blocks = _round_down(max(available_bytes, 0) // block_bytes, needed)
+    return blocks, "set kv_cache_memory_bytes, or raise gpu_memory_utilization"
+
+
+def _round_down(blocks: int, needed: int) -> int:
+    """A measured number may be a little different at the next start; not below `needed` if it was not."""
+    if blocks <= ROUNDING:
+        return blocks
+    return max(blocks // ROUNDING * ROUNDING, min(blocks, needed))
 
 
 def _most_blocks(config: EngineConfig, model: ModelConfig) -> int:
     per_block = config.block_size * model.num_kv_heads * model.head_dim // config.tensor_parallel_size
     return MAX_ARRAY_ELEMENTS // per_block
-
-
-def _check_one_request_fits(size: CacheSize, max_model_len: int, block_bytes: int) -> None:
-    needed = -(-max_model_len // size.block_size) + 1
-    if size.num_blocks >= needed:
-        return
-    raise ValueError(
-        f"max_model_len={max_model_len} needs {needed} K/V cache blocks of {size.block_size} tokens "
-        f"({needed * block_bytes / 2**20:.0f} MiB per device), but there are {size.num_blocks}: lower max_model_len "
-        f"to at most {max(size.num_tokens, 0)}, or raise kv_cache_memory_bytes, gpu_memory_utilization or "
-        "num_gpu_blocks_override"
-    )
 
 
 def cache_specs(size: CacheSize, model: ModelConfig, dtype: jnp.dtype, mesh: Mesh) -> tuple[LayerCache, ...]:

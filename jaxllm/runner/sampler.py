@@ -105,13 +105,13 @@ def _threshold(logits: Array, sampling: SamplingState) -> Float[Array, " rows"]:
     lowest = _largest_with_mass(logits, jnp.ones_like(logits), wanted)
     weights = jnp.exp(logits - logits.max(axis=-1, keepdims=True))
     weights = jnp.where(logits >= lowest[:, None], weights, 0)
-    # Rounding must not make the target unreachable: the search then ends at the smallest float.
+    # If rounding puts the target out of reach, the search ends at the smallest value.
     nucleus = _largest_with_mass(logits, weights, sampling.top_p * weights.sum(axis=-1))
     return jnp.where(sampling.top_p < 1, jnp.maximum(lowest, nucleus), lowest)
 
 
 def _largest_with_mass(values: Array, weights: Array, target: Float[Array, " rows"]) -> Float[Array, " rows"]:
-    """The largest t such that the weights of values >= t add up to at least `target`.
+    """The largest t such that the weights of values >= t add up to at least `target`; the smallest value if none is.
 
     Bisects the 32 bits of the float, which order like integers once negative ones are flipped: exact,
     and without a sort.
@@ -124,7 +124,7 @@ def _largest_with_mass(values: Array, weights: Array, target: Float[Array, " row
         return jnp.where(mass >= target, candidate, found)
 
     bits = jax.lax.fori_loop(0, 32, narrow, jnp.zeros(values.shape[0], jnp.uint32))
-    return _unorder_bits(bits)
+    return _unorder_bits(jnp.maximum(bits, order.min(axis=-1)))
 
 
 SIGN = np.uint32(0x80000000)

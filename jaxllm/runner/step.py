@@ -83,6 +83,7 @@ def place_tokens(model: Decoder, state: DeviceState, step: StepInput, tokens: To
         step.query_start,
         num_tokens=tokens.ids.shape[0],
         block_size=block_size,
+        group=model.config.group_size,
         backend=model.setting.attention_backend,
     )
     return Placement(
