@@ -21,6 +21,7 @@ from jaxllm.sampling_params import SamplingParams
 from jaxllm.serving.cli_chat_commands import EXIT, HELP, run_command
 from jaxllm.serving.cli_commands import Chat
 from jaxllm.serving.cli_flags import get_fields
+from jaxllm.serving.cli_input import check_text
 from jaxllm.serving.cli_terminal import is_interactive, keep_history, read_message
 
 LENGTH_NOTE = (
@@ -94,8 +95,9 @@ class Conversation:
         """Print the answer to a message as it is made; returns why it ended.
 
         Raises:
-            ValueError: the conversation is too long for the model.
+            ValueError: the conversation is too long for the model, or the message is no text.
         """
+        check_text(text)
         instructions = [] if self.system is None else [{"role": "system", "content": self.system}]
         messages = [*self.messages, {"role": "user", "content": text}]
         self._num_requests += 1

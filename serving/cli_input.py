@@ -33,6 +33,18 @@ class PromptRow:
     messages: Sequence[Message] | None
     params: SamplingParams
 
+    def __post_init__(self) -> None:
+        """
+        Raises:
+            ValueError: a text cannot be encoded; the message says where it was.
+        """
+        texts = [self.prompt] if self.messages is None else [message["content"] for message in self.messages]
+        try:
+            for text in texts:
+                check_text(text or "")
+        except ValueError as error:
+            raise ValueError(f"{self.origin}: {error}") from error
+
 
 @dataclass(frozen=True)
 class Line:
@@ -67,6 +79,14 @@ def read_rows(path: str, layout: Format, params: SamplingParams) -> list[PromptR
     if layout == "text":
         return [PromptRow(line.origin, str(index), line.text, None, params) for index, line in enumerate(lines)]
     return [_parse_row(line, str(index), params) for index, line in enumerate(lines)]
+
+
+def check_text(text: str) -> None:
+    """Raises ValueError if a text holds what is no character: the trace of bytes that were no UTF-8."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(f"{text[error.start]!r} at position {error.start} is no character: write UTF-8") from error
 
 
 def is_named_jsonl(path: str) -> bool:
@@ -106,16 +126,11 @@ def _parse_row(line: Line, default_id: str, params: SamplingParams) -> PromptRow
     try:
         values = _parse_object(line.text)
         _check_keys(values)
-        own_params = {name: value for name, value in values.items() if name not in _OWN_KEYS}
-        return PromptRow(
-            line.origin,
-            str(values.get("request_id", default_id)),
-            values.get("prompt"),
-            values.get("messages"),
-            change_params(params, own_params),
-        )
+        params = change_params(params, {name: value for name, value in values.items() if name not in _OWN_KEYS})
     except ValueError as error:
         raise ValueError(f"{line.origin}: {error}") from error
+    request_id = str(values.get("request_id", default_id))
+    return PromptRow(line.origin, request_id, values.get("prompt"), values.get("messages"), params)
 
 
 def _parse_object(text: str) -> dict[str, Any]:

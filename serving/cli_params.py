@@ -29,7 +29,7 @@ def change_params(params: SamplingParams, changes: Mapping[str, Any]) -> Samplin
         return dataclasses.replace(params, **changes)
     except TypeError as error:
         given = ", ".join(f"{name}={value!r}" for name, value in changes.items())
-        raise ValueError(f"{given} is not valid: {error}") from error
+        raise ValueError(f"{given} is not valid: use a list ({error})") from error
 
 
 def parse_changes(words: Iterable[str]) -> dict[str, Any]:

@@ -3,7 +3,7 @@
 import pytest
 
 from jaxllm.config import ModelConfig, RopeConfig
-from jaxllm.models.families import FAMILIES, LLAMA, family_of_gguf, family_of_hf
+from jaxllm.models.families import FAMILIES, LLAMA, family_of_gguf, family_of_hf, supported
 
 SMOLLM2_HF = {
     "architectures": ["LlamaForCausalLM"],
@@ -99,6 +99,7 @@ def test_hf_head_dim_can_be_given():
 def test_hf_biases():
     config = from_hf(attention_bias=True, mlp_bias=True)
     assert config.attention_bias
+    assert config.attention_out_bias
     assert config.mlp_bias
 
 
@@ -138,9 +139,14 @@ def test_default_rope_in_the_new_spelling():
         ({"partial_rotary_factor": 0.5}, ["partial_rotary_factor", "0.5"]),
         ({"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.5}}, ["partial_rotary_factor", "0.5"]),
         ({"layer_types": ["full_attention", "sliding_attention"]}, ["layer_types", "sliding_attention"]),
-        ({"rope_scaling": {"type": "linear", "factor": 2.0}}, ["linear", "llama3"]),
-        ({"rope_scaling": {"rope_type": "yarn", "factor": 2.0}}, ["yarn", "llama3"]),
+        ({"layer_types": ["full_attention"]}, ["layer_types", "1", "num_hidden_layers", "30"]),
+        ({"attn_logit_softcapping": 50.0}, ["attn_logit_softcapping", "50.0"]),
+        ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, ["dynamic", "'yarn'"]),
+        ({"rope_scaling": {"rope_type": "mrope", "mrope_section": [1]}}, ["mrope", "'llama3'"]),
+        ({"rope_scaling": {"rope_type": "linear"}}, ["linear", "factor"]),
         ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, ["low_freq_factor"]),
+        ({"rope_scaling": {"rope_type": "longrope", "short_factor": [1.0]}}, ["longrope", "long_factor"]),
+        ({"rope_scaling": {"type": "su", "short_factor": [1.0], "long_factor": [2.0]}}, ["longrope", "1", "32"]),
         ({"dtype": "float8_e4m3fn"}, ["dtype", "float8_e4m3fn", "bfloat16"]),
         ({"hidden_size": None}, ["hidden_size", "missing"]),
         ({"num_hidden_layers": "30"}, ["num_hidden_layers", "'30'"]),
@@ -175,6 +181,7 @@ def test_gguf_defaults():
 def test_gguf_says_by_its_tensors_what_the_model_has():
     assert not from_gguf(SHAPES | {"output.weight": (49152, 576)}).tie_word_embeddings
     assert from_gguf(SHAPES | {"blk.0.attn_q.bias": (576,)}).attention_bias
+    assert from_gguf(SHAPES | {"blk.0.attn_output.bias": (576,)}).attention_out_bias
     assert from_gguf(SHAPES | {"blk.0.ffn_gate.bias": (1536,)}).mlp_bias
 
 
@@ -193,7 +200,9 @@ def test_gguf_ends_of_turn_end_answers_too():
     [
         ("llama.expert_count", 8),
         ("llama.attention.sliding_window", 4096),
-        ("llama.rope.scaling.type", "yarn"),
+        ("llama.attn_logit_softcapping", 50.0),
+        ("llama.rope.scaling.type", "dynamic"),
+        ("llama.rope.scaling.yarn_log_multiplier", 0.1),
         ("llama.rope.scale_linear", 4.0),
         ("llama.rope.dimension_count", 32),
         ("llama.attention.value_length", 32),
@@ -212,16 +221,47 @@ def test_gguf_without_an_embedding_is_no_model():
         from_gguf({})
 
 
-def test_families_are_found_by_architecture():
-    assert family_of_hf(["LlamaForCausalLM"]) is LLAMA
+@pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.hf_architectures[0])
+def test_families_are_found_by_architecture(family):
+    for architecture in family.hf_architectures:
+        assert family_of_hf(["SomethingElse", architecture]) is family
+    assert family_of_gguf(family.gguf_architecture).gguf_architecture == family.gguf_architecture
+
+
+def test_of_families_with_one_gguf_architecture_the_general_one_reads_the_files():
     assert family_of_gguf("llama") is LLAMA
 
 
-def test_an_unknown_architecture_is_named_with_what_is_supported():
-    with pytest.raises(ValueError, match=r"FalconForCausalLM.*LlamaForCausalLM"):
-        family_of_hf(["FalconForCausalLM"])
-    with pytest.raises(ValueError, match=r"falcon.*llama"):
-        family_of_gguf("falcon")
+@pytest.mark.parametrize(
+    ("unknown", "nearest"),
+    [
+        ("Qwen2MoeForCausalLM", "Qwen2ForCausalLM"),
+        ("Gemma3nForCausalLM", "Gemma3ForCausalLM"),
+        ("Llama4ForCausalLM", "LlamaForCausalLM"),
+        ("Phi4ForCausalLM", "Phi3ForCausalLM"),
+    ],
+)
+def test_an_unknown_architecture_is_named_with_the_nearest_supported_one(unknown, nearest):
+    with pytest.raises(ValueError, match=rf"{unknown}.* nearest that is: {nearest}\.") as error:
+        family_of_hf([unknown])
+    assert "jaxllm models" in str(error.value)
+
+
+def test_an_unknown_gguf_architecture_is_named_with_the_nearest_supported_one():
+    with pytest.raises(ValueError, match=r"'qwen2moe'.* nearest that is: qwen2\."):
+        family_of_gguf("qwen2moe")
+
+
+def test_no_architecture_at_all():
+    with pytest.raises(ValueError, match=r"architectures=\[\]"):
+        family_of_hf([])
+
+
+def test_the_table_of_families():
+    rows = supported()
+    assert len(rows) == len(FAMILIES)
+    assert {"qwen3", "Qwen3ForCausalLM"} < {cell for row in rows for cell in row}
+    assert all(all(row) for row in rows)
 
 
 def test_sources_of_a_parameter():
@@ -242,7 +282,7 @@ def test_a_parameter_without_names_is_a_mistake_in_the_family():
         LLAMA.hf_names.sources_of("layers.0.attention.sinks")
 
 
-@pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
+@pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.hf_architectures[0])
 def test_both_formats_name_the_same_parameters(family):
     assert family.hf_names.sources.keys() == family.gguf_names.sources.keys()
 
@@ -253,4 +293,6 @@ def test_harmless_tensors():
     assert LLAMA.hf_names.is_ignored("lm_head.weight", tied)
     assert not LLAMA.hf_names.is_ignored("lm_head.weight", untied)
     assert not LLAMA.hf_names.is_ignored("model.layers.0.self_attn.q_norm.weight", tied)
-    assert LLAMA.gguf_names.is_ignored("rope_freqs.weight", untied)
+    assert not LLAMA.gguf_names.is_ignored("rope_freqs.weight", untied)
+    scaled = from_hf(rope_scaling={"type": "longrope", "short_factor": [1.0] * 32, "long_factor": [2.0] * 32})
+    assert LLAMA.gguf_names.is_ignored("rope_freqs.weight", scaled)

@@ -31,6 +31,8 @@ CONTEXTS = {"phi3-longrope-short": 64}
 """Longest context allowed, where it is not all that the model can: decides which factors longrope uses."""
 TOLERANCE = 1e-4
 CHUNK, BLOCK_SIZE, NUM_BLOCKS = 16, 4, 32
+QUICK = {"xla_backend_optimization_level": 0}
+"""These executables run a few times: compiling takes all of the time."""
 
 
 def relative(found, expected):
@@ -52,8 +54,7 @@ class Sequence:
         def step(leaves, cache, token_ids, start, count):
             return run(self.definition.merge(leaves), cache, token_ids, start, count, self.table)
 
-        with jax.default_matmul_precision("highest"):
-            self.step = jax.jit(step, donate_argnums=1)
+        self.step = jax.jit(step, donate_argnums=1, compiler_options=QUICK)
 
     def logits(self, token_ids, ends, size):
         """Computes the tokens in steps that end at `ends`, each padded to `size` tokens."""
@@ -112,14 +113,12 @@ def load(name, scratch, num_devices=1):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_logits(name, scratch, record_property):
+def test_logits(name, scratch):
     sequence, token_ids, expected = load(name, scratch)
     count = len(token_ids)
-    steps = {
-        "whole": ([count], count),
-        "chunked": ([5, 21, 28, 44, count], CHUNK),
-        "decode": (range(1, count + 1), 1),
-    }
+    steps = {"whole": ([count], count), "decode": (range(1, count + 1), 1)}
+    if name in FAMILIES:  # the others differ in the angles only
+        steps["chunked"] = ([5, 21, 28, 44, count], CHUNK)
     errors = {kind: relative(sequence.logits(token_ids, *how), expected) for kind, how in steps.items()}
     print(name, {kind: f"{error:.1e}" for kind, error in errors.items()})
     assert max(errors.values()) < TOLERANCE
@@ -128,5 +127,5 @@ def test_logits(name, scratch, record_property):
 @pytest.mark.parametrize("name", FAMILIES)
 def test_two_devices_compute_the_same(name, scratch):
     sequence, token_ids, expected = load(name, scratch, num_devices=2)
-    found = sequence.logits(token_ids, [len(token_ids)], len(token_ids))
+    found = sequence.logits(token_ids, range(CHUNK, len(token_ids) + 1, CHUNK), CHUNK)
     assert relative(found, expected) < TOLERANCE

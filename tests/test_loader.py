@@ -10,8 +10,9 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceShardin
 
 from jaxllm.config import ModelConfig
 from jaxllm.models import loader
-from jaxllm.models.families import LLAMA
+from jaxllm.models.families import LLAMA, PHI3
 from jaxllm.models.loader import load_params
+from jaxllm.models.tensor_names import with_one_added
 
 HIDDEN, HEADS, KV_HEADS, HEAD_DIM, INTERMEDIATE, VOCAB, LAYERS = 10, 6, 3, 4, 12, 15, 2
 GROUP = HEADS // KV_HEADS
@@ -37,14 +38,14 @@ PARAMS = {
     f"layers.{i}.{name}": value
     for i in range(LAYERS)
     for name, value in {
-        "input_norm.scale": ((HIDDEN,), ()),
+        "attention_norm.scale": ((HIDDEN,), ()),
         "attention.qkv.weight": ((KV_HEADS, GROUP + 2, HEAD_DIM, HIDDEN), ("tensor",)),
         "attention.qkv.bias": ((KV_HEADS, GROUP + 2, HEAD_DIM), ("tensor",)),
         "attention.out.weight": ((HIDDEN, HEADS, HEAD_DIM), (None, "tensor")),
         "attention.out.bias": ((HIDDEN,), ()),
-        "post_attention_norm.scale": ((HIDDEN,), ()),
-        "mlp.gate_up.weight": ((2, INTERMEDIATE, HIDDEN), (None, "tensor")),
-        "mlp.gate_up.bias": ((2, INTERMEDIATE), (None, "tensor")),
+        "mlp_norm.scale": ((HIDDEN,), ()),
+        "mlp.gate_up.weight": ((INTERMEDIATE, 2, HIDDEN), ("tensor",)),
+        "mlp.gate_up.bias": ((INTERMEDIATE, 2), ("tensor",)),
         "mlp.down.weight": ((HIDDEN, INTERMEDIATE), (None, "tensor")),
         "mlp.down.bias": ((HIDDEN,), ()),
     }.items()
@@ -125,7 +126,7 @@ def test_plain_parameters_are_copied(checkpoint):
     np.testing.assert_array_equal(params["lm_head.weight"], tensors["lm_head.weight"])
     np.testing.assert_array_equal(params["final_norm.scale"], tensors["model.norm.weight"])
     np.testing.assert_array_equal(
-        params["layers.1.post_attention_norm.scale"], tensors["model.layers.1.post_attention_layernorm.weight"]
+        params["layers.1.mlp_norm.scale"], tensors["model.layers.1.post_attention_layernorm.weight"]
     )
     np.testing.assert_array_equal(params["layers.1.mlp.down.bias"], tensors["model.layers.1.mlp.down_proj.bias"])
 
@@ -142,6 +143,65 @@ def test_queries_lie_beside_their_key_and_value(checkpoint, part):
         np.testing.assert_array_equal(qkv[kv_head, GROUP + 1], v[kv_head])
 
 
+@pytest.mark.parametrize("group", [GROUP, 1])
+def test_a_scale_of_all_heads_lies_beside_each_query(checkpoint, group):
+    rng = np.random.default_rng(3)
+    q, k = rng.standard_normal((2, HEAD_DIM)).astype(np.float32)
+    found = load_one(checkpoint, "qk_norm.scale", (group + 1, HEAD_DIM), {"q_norm.weight": q, "k_norm.weight": k})
+    np.testing.assert_array_equal(found, [q] * group + [k])
+
+
+def test_scales_of_single_heads_lie_as_the_heads_do(checkpoint):
+    rng = np.random.default_rng(3)
+    q, k = (rng.standard_normal(heads * HEAD_DIM).astype(np.float32) for heads in (HEADS, KV_HEADS))
+    shape = (KV_HEADS, GROUP + 1, HEAD_DIM)
+    found = load_one(checkpoint, "qk_norm.scale", shape, {"q_norm.weight": q, "k_norm.weight": k})
+    np.testing.assert_array_equal(found[:, :GROUP].reshape(-1), q)
+    np.testing.assert_array_equal(found[:, GROUP].reshape(-1), k)
+
+
+def load_one(checkpoint, name, shape, tensors):
+    """A parameter of the attention layer that the tiny model does not have."""
+    checkpoint.tensors |= {f"model.layers.0.self_attn.{name}": tensor for name, tensor in tensors.items()}
+    path = f"layers.0.attention.{name}"
+    specs = make_specs() | {path: jax.ShapeDtypeStruct(shape, jnp.float32)}
+    return np.asarray(load_params(checkpoint, specs)[path])
+
+
+def test_a_tensor_may_hold_all_parts_of_a_parameter(checkpoint):
+    expected = load_params(checkpoint, make_specs())
+    fused = MemoryCheckpoint()
+    fused.names = PHI3.hf_names  # which has the biases apart
+    for i in range(LAYERS):
+        join(fused.tensors, f"model.layers.{i}.self_attn.", ("q_proj", "k_proj", "v_proj"), "qkv_proj")
+        join(fused.tensors, f"model.layers.{i}.mlp.", ("gate_proj", "up_proj"), "gate_up_proj")
+    for name, param in load_params(fused, make_specs()).items():
+        np.testing.assert_array_equal(param, expected[name])
+
+
+def join(tensors, prefix, parts, whole):
+    rows = [tensors.pop(f"{prefix}{part}.weight") for part in parts]
+    tensors[f"{prefix}{whole}.weight"] = np.concatenate(rows)
+
+
+def test_a_tensor_of_several_parts_is_misshapen_as_one(checkpoint):
+    checkpoint.names = PHI3.hf_names
+    checkpoint.tensors["model.layers.1.mlp.gate_up_proj.weight"] = np.zeros((3, HIDDEN), np.float32)
+    message = errors_of(checkpoint)
+    assert f"model.layers.1.mlp.gate_up_proj.weight [3, {HIDDEN}] instead of [{2 * INTERMEDIATE}, {HIDDEN}]" in message
+
+
+def test_tensors_are_changed_as_the_family_says(checkpoint):
+    checkpoint.names = with_one_added(LLAMA.hf_names)
+    checkpoint.tensors = {name: tensor.astype(jnp.bfloat16) for name, tensor in checkpoint.tensors.items()}
+    params = load_params(checkpoint, make_specs())
+    stored = checkpoint.tensors["model.layers.0.input_layernorm.weight"].astype(np.float32)
+    np.testing.assert_array_equal(params["layers.0.attention_norm.scale"], stored + 1)
+    np.testing.assert_array_equal(
+        params["embed.weight"], checkpoint.tensors["model.embed_tokens.weight"].astype(np.float32)
+    )
+
+
 def test_linear_maps_compute_the_same(checkpoint):
     params, tensors = load_params(checkpoint, make_specs()), checkpoint.tensors
     rng = np.random.default_rng(2)
@@ -152,7 +212,7 @@ def test_linear_maps_compute_the_same(checkpoint):
 
     out = np.einsum("nd,hnd->h", heads, layer["attention.out.weight"])
     np.testing.assert_allclose(out, own["self_attn.o_proj.weight"] @ heads.reshape(-1))
-    gate, up = layer["mlp.gate_up.weight"] @ hidden + layer["mlp.gate_up.bias"]
+    gate, up = (layer["mlp.gate_up.weight"] @ hidden + layer["mlp.gate_up.bias"]).T
     np.testing.assert_allclose(gate, own["mlp.gate_proj.weight"] @ hidden + own["mlp.gate_proj.bias"])
     np.testing.assert_allclose(up, own["mlp.up_proj.weight"] @ hidden + own["mlp.up_proj.bias"])
     np.testing.assert_allclose(layer["mlp.down.weight"] @ inner, own["mlp.down_proj.weight"] @ inner)

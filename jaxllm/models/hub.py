@@ -6,6 +6,7 @@ Invariant: what `resolve_model` returns exists. Whether it holds a model is for 
 from __future__ import annotations
 
 import re
+import sys
 from pathlib import Path
 
 from huggingface_hub import snapshot_download
@@ -55,6 +56,8 @@ def resolve_model(name: str) -> Path:
 def pull(name: str) -> Path:
     """Fetch the model with this short name into the cache folder, unless it is there; its path.
 
+    What its licence asks to be said is said on standard error, before it is fetched.
+
     Raises:
         ValueError: no model has this short name.
         DownloadError: it could not be fetched; the message says what to do.
@@ -63,6 +66,8 @@ def pull(name: str) -> Path:
         raise ValueError(_unknown_message(name))
     entry = REGISTRY[name]
     if not entry.is_pulled:
+        if entry.licence_note:
+            print(f"{entry.name}: {entry.licence_note}", file=sys.stderr)
         fetch(entry)
     return entry.path
 

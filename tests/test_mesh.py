@@ -1,0 +1,149 @@
+"""Devices by name, and where parameters lie on them."""
+
+from __future__ import annotations
+
+import os
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import Mesh, PartitionSpec
+
+from jaxllm.config import EngineConfig, ModelConfig
+from jaxllm.models.layers import Setting
+from jaxllm.models.parameters import define_model
+from jaxllm.parallel.mesh import MEMORY_FRACTION, TENSOR_AXIS, check_divides, make_mesh, reserve_device_memory
+from jaxllm.parallel.sharding import named_sharding, partition_spec, replicated
+
+MODEL = ModelConfig(
+    family="llama",
+    vocab_size=60,
+    hidden_size=32,
+    num_layers=2,
+    num_heads=18,
+    num_kv_heads=6,
+    head_dim=16,
+    intermediate_size=48,
+    max_position_embeddings=64,
+)
+
+
+def mesh_of(device=None, size=1):
+    return make_mesh(EngineConfig("m", device=device, tensor_parallel_size=size))
+
+
+@pytest.mark.parametrize(
+    ("device", "size", "first"),
+    [(None, 1, 0), (None, 8, 0), ("cpu", 1, 0), ("cpu", 3, 0), ("cpu:0", 1, 0), ("cpu:7", 1, 7), ("cpu:2", 6, 2)],
+)
+def test_a_mesh_begins_at_the_named_device(device, size, first):
+    mesh = mesh_of(device, size)
+    assert mesh.axis_names == (TENSOR_AXIS,)
+    assert list(mesh.devices) == jax.devices()[first : first + size]
+
+
+@pytest.mark.parametrize(
+    ("device", "size", "message"),
+    [
+        ("cuda", 1, "device='cuda' is not available: JAX sees cpu devices only.*'jaxllm.cuda13.'"),
+        ("cuda:1", 1, "device='cuda:1' is not available"),
+        ("gpux", 1, "device='gpux' is not available"),
+        ("cpu:8", 1, "device='cpu:8' does not exist: there are 8 cpu devices"),
+        ("cpu:x", 1, "device='cpu:x' is not valid: use a platform and a number, as 'cuda:0' or 'cpu'"),
+        ("cpu:-1", 1, "device='cpu:-1' is not valid"),
+        (None, 9, "tensor_parallel_size=9 needs 9 devices, but there are 8.*lower it, or make more devices visible"),
+        ("cpu:6", 3, "tensor_parallel_size=3 needs 3 devices, but there are 2"),
+    ],
+)
+def test_devices_that_are_not_there(device, size, message):
+    with pytest.raises(ValueError, match=message):
+        mesh_of(device, size)
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 6])
+def test_sizes_that_divide_the_model(size):
+    check_divides(MODEL, size)
+
+
+@pytest.mark.parametrize("size", [4, 5, 12])
+def test_a_size_that_does_not_divide_names_those_that_do(size):
+    message = (
+        rf"tensor_parallel_size={size} does not divide this model \(6 K/V heads, 48 intermediate_size, 60 vocab\): "
+        "use 1 or 2 or 3 or 6"
+    )
+    with pytest.raises(ValueError, match=message):
+        check_divides(MODEL, size)
+
+
+def define(size):
+    mesh = Mesh(np.array(jax.devices()[:size]), (TENSOR_AXIS,))
+    return define_model(MODEL, Setting(jnp.dtype(jnp.float32), mesh, "xla"))
+
+
+SHARED = {
+    "embed.weight": ((60, 32), (20, 32)),
+    "lm_head.weight": ((60, 32), (20, 32)),
+    "layers.1.attention.qkv.weight": ((6, 5, 16, 32), (2, 5, 16, 32)),
+    "layers.1.attention.out.weight": ((32, 18, 16), (32, 6, 16)),
+    "layers.1.mlp.gate_up.weight": ((48, 2, 32), (16, 2, 32)),
+    "layers.1.mlp.down.weight": ((32, 48), (32, 16)),
+}
+"""Shapes of parameters that three devices share, whole and on one device."""
+
+
+def test_parameters_are_split_by_heads_intermediate_size_and_vocabulary():
+    specs = define(3).specs
+    for path, spec in specs.items():
+        whole, part = SHARED.get(path.replace("layers.0", "layers.1"), (spec.shape, spec.shape))
+        assert spec.shape == whole and spec.sharding.shard_shape(spec.shape) == part, path
+    assert set(SHARED) < set(specs)
+
+
+def test_a_device_holds_its_own_heads():
+    """Rows of the whole parameter in the order of the devices: head 2 and 3 lie on the second one."""
+    spec = define(3).specs["layers.0.attention.qkv.weight"]
+    numbers = np.arange(spec.size, dtype=np.float32).reshape(spec.shape)
+    placed = jax.device_put(numbers, spec.sharding)
+    for rank, shard in enumerate(sorted(placed.addressable_shards, key=lambda shard: shard.device.id)):
+        assert shard.device == jax.devices()[rank]
+        assert np.array_equal(shard.data, numbers[2 * rank : 2 * rank + 2])
+
+
+def test_the_leaves_of_a_model_are_put_back_where_they_belong():
+    definition = define(1)
+    params = {
+        name: np.full(spec.shape, index, np.float32) for index, (name, spec) in enumerate(definition.specs.items())
+    }
+    model = definition.merge(definition.leaves(dict(reversed(params.items()))))
+    order = list(definition.specs)
+    assert (model.layers[1].mlp.down.weight[...] == order.index("layers.1.mlp.down.weight")).all()
+    assert (model.final_norm.scale[...] == order.index("final_norm.scale")).all()
+
+
+def test_axes_have_a_rule_each():
+    assert partition_spec(("tokens", "heads", "head_dim")) == PartitionSpec(None, TENSOR_AXIS, None)
+    with pytest.raises(KeyError, match="unheard_of"):
+        partition_spec(("unheard_of",))
+    mesh = mesh_of(size=2)
+    assert replicated(mesh).is_fully_replicated
+    assert not named_sharding(mesh, ("vocab",)).is_fully_replicated
+
+
+def test_memory_is_reserved_before_jax_starts(monkeypatch):
+    from jax._src import xla_bridge
+
+    monkeypatch.setenv(MEMORY_FRACTION, "0.1")
+    reserve_device_memory(EngineConfig("m", gpu_memory_utilization=0.5))  # JAX runs on a CPU: there is nothing to do
+    assert os.environ[MEMORY_FRACTION] == "0.1"
+    monkeypatch.setattr(xla_bridge, "backends_are_initialized", lambda: False)
+    reserve_device_memory(EngineConfig("m", gpu_memory_utilization=0.5))
+    assert os.environ[MEMORY_FRACTION] == "0.5"
+
+
+def test_memory_that_is_reserved_too_late_is_an_error(monkeypatch):
+    monkeypatch.setenv(MEMORY_FRACTION, "0.9")
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    reserve_device_memory(EngineConfig("m", gpu_memory_utilization=0.9))
+    with pytest.raises(ValueError, match=r"gpu_memory_utilization=0.5 comes too late.*XLA_CLIENT_MEM_FRACTION=0.5"):
+        reserve_device_memory(EngineConfig("m", gpu_memory_utilization=0.5))
