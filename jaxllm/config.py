@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 DType = Literal["auto", "float32", "bfloat16", "float16"]
+AttentionBackend = Literal["auto", "xla", "pallas"]
 
 ENGINE_TOPICS = {
     "model": "model",
@@ -67,22 +68,27 @@ class EngineConfig:
 
     enforce_eager: bool = False
     """Compile each shape when it is first met, without CUDA graphs: starts sooner, runs slower."""
-    attention_backend: Literal["auto", "xla"] = "auto"
+    attention_backend: AttentionBackend = "auto"
     """Implementation of paged attention; auto takes the fastest for the device."""
     compilation_cache: bool = True
     """Keep compiled programs in the cache folder (JAXLLM_CACHE), so that the next start is fast."""
 
     def __post_init__(self) -> None:
         self._check_counts()
-        if not 0 < self.gpu_memory_utilization <= 1:
+        share = self.gpu_memory_utilization
+        if isinstance(share, bool) or not isinstance(share, int | float) or not 0 < share <= 1:
             raise ValueError(
-                f"gpu_memory_utilization={self.gpu_memory_utilization} is not a share of memory: "
+                f"gpu_memory_utilization={share!r} is not a share of memory: "
                 "use a number above 0 and at most 1, 0.9 for example"
             )
         if self.block_size & (self.block_size - 1):
             raise ValueError(f"block_size={self.block_size} is not a power of two: use 16, 32, 64 or 128")
-        if self.dtype not in DType.__args__:
-            raise ValueError(f"dtype={self.dtype!r} is unknown: use one of {', '.join(DType.__args__)}")
+        for name, choices in (("dtype", DType.__args__), ("attention_backend", AttentionBackend.__args__)):
+            if getattr(self, name) not in choices:
+                raise ValueError(f"{name}={getattr(self, name)!r} is unknown: use one of {', '.join(choices)}")
+        for name, kind in (("model", str), ("tokenizer", str | None), ("device", str | None), ("seed", int)):
+            if not isinstance(getattr(self, name), kind):
+                raise ValueError(f"{name}={getattr(self, name)!r} has the wrong type: use {kind}")
 
     def _check_counts(self) -> None:
         for name in (
@@ -115,6 +121,8 @@ class EngineConfig:
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=self.max_num_batched_tokens or max(128 if on_cpu else 8192, max_num_seqs),
         )
+        if on_cpu and self.attention_backend == "pallas":
+            raise ValueError("attention_backend='pallas' needs a GPU: use 'auto' or 'xla'")
         resolved._check_against(model)
         return resolved
 

@@ -11,6 +11,7 @@ from tqdm import tqdm
 
 from jaxllm.engine.chat_template import Message
 from jaxllm.engine.engine import LLMEngine, Prompt
+from jaxllm.engine.interrupts import note_interrupt
 from jaxllm.engine.tokenizer import Tokenizer
 from jaxllm.outputs import RequestOutput
 from jaxllm.sampling_params import SamplingParams
@@ -105,9 +106,11 @@ class LLM:
             request_id = str(next(self._request_numbers))
             try:
                 self.engine.add_request(request_id, prompt, param)
-            except ValueError as error:
+            except BaseException as error:
                 self._abort(request_ids)
-                raise ValueError(f"prompt {index} of {len(prompts)}: {error}") from error
+                if isinstance(error, ValueError):
+                    raise ValueError(f"prompt {index} of {len(prompts)}: {error}") from error
+                raise
             request_ids.append(request_id)
         return request_ids
 
@@ -115,9 +118,12 @@ class LLM:
         finished: dict[str, RequestOutput] = {}
         num_tokens, started = 0, time.perf_counter()
         disable = None if use_tqdm else True
-        with tqdm(total=len(request_ids), desc="Answering", unit="request", disable=disable) as bar:
+        progress = tqdm(total=len(request_ids), desc="Answering", unit="request", disable=disable)
+        with note_interrupt() as interrupted, progress as bar:
             try:
-                while len(finished) < len(request_ids):
+                while self.engine.has_unfinished_requests():
+                    if interrupted.is_set():
+                        raise KeyboardInterrupt
                     for output in self.engine.step():
                         if output.finished:
                             finished[output.request_id] = output

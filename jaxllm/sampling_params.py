@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+import numbers
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -46,9 +47,8 @@ class SamplingParams:
     """Go on after the model's end-of-sequence token."""
 
     def __post_init__(self) -> None:
-        stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
-        object.__setattr__(self, "stop", stop)
-        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids or ()))
+        object.__setattr__(self, "stop", _as_tuple("stop", [self.stop] if isinstance(self.stop, str) else self.stop))
+        object.__setattr__(self, "stop_token_ids", _as_tuple("stop_token_ids", self.stop_token_ids))
         self._check_sampling()
         self._check_stopping()
 
@@ -57,10 +57,10 @@ class SamplingParams:
         return self.temperature == 0
 
     def _check_sampling(self) -> None:
-        _check("temperature", self.temperature, float, lambda v: v >= 0, "0 (greedy) or above")
+        _check("temperature", self.temperature, float, lambda v: 0 <= v < math.inf, "0 (greedy) or above")
         _check("top_p", self.top_p, float, lambda v: 0 < v <= 1, "above 0 and at most 1 (1 keeps every token)")
         _check("top_k", self.top_k, int, lambda v: v >= -1, "a whole number of 1 or above, or 0 for every token")
-        _check("repetition_penalty", self.repetition_penalty, float, lambda v: v > 0, "a number above 0 (1 is off)")
+        _check("repetition_penalty", self.repetition_penalty, float, lambda v: 0 < v < math.inf, "a number above 0 (1 is off)")
         if self.seed is not None:
             _check("seed", self.seed, int, lambda v: True, "a whole number, or None for one that is drawn")
 
@@ -74,14 +74,24 @@ class SamplingParams:
                 f"min_tokens={self.min_tokens} is above max_tokens={self.max_tokens}: "
                 "raise max_tokens or lower min_tokens"
             )
+        if not isinstance(self.ignore_eos, bool):
+            raise ValueError(f"ignore_eos={self.ignore_eos!r} is not valid: use True or False")
         for text in self.stop:
             _check("stop", text, str, lambda v: v != "", "strings that are not empty")
         for token in self.stop_token_ids:
             _check("stop_token_ids", token, int, lambda v: v >= 0, "token ids of 0 or above")
 
 
+def _as_tuple(name: str, values: Any) -> tuple[Any, ...]:
+    if values is not None and not isinstance(values, Iterable):
+        raise ValueError(f"{name}={values!r} is not valid: use a list")
+    return tuple(values or ())
+
+
 def _check(name: str, value: Any, kind: type, accepts: Callable[[Any], bool], remedy: str) -> None:
-    kinds = (int, float) if kind is float else (kind,)
-    right_type = isinstance(value, kinds) and not isinstance(value, bool)
-    if not right_type or (kind is float and not math.isfinite(value)) or not accepts(value):
+    if isinstance(value, bool) or not isinstance(value, _ABSTRACT[kind]) or not accepts(value):
         raise ValueError(f"{name}={value!r} is not valid: use {remedy}")
+
+
+_ABSTRACT = {float: numbers.Real, int: numbers.Integral, str: str}
+"""NumPy's numbers are as good as Python's."""

@@ -126,6 +126,20 @@ CHECKPOINTS = [
     variant(PHI3, "longrope", rope_parameters=longrope(), original_max_position_embeddings=32),
     variant(PHI3, "longrope-short", rope_parameters=longrope(), original_max_position_embeddings=64),
     Tiny("olmo2", "Olmo2Config", SMALL),
+    Tiny(
+        "olmo3",
+        "Olmo3Config",
+        {
+            **SMALL,
+            "num_hidden_layers": 3,
+            "sliding_window": 8,
+            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+            "rope_parameters": {
+                "full_attention": rope("yarn", factor=4.0, original_max_position_embeddings=32),
+                "sliding_attention": rope("default"),
+            },
+        },
+    ),
 ]
 
 

@@ -45,7 +45,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         command = parse(arguments)
         return _run(command)
     except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
+        # On a line of its own, behind a progress bar and the terminal's ^C.
+        print("\ninterrupted" if sys.stderr.isatty() else "interrupted", file=sys.stderr)
         return INTERRUPTED
     except BrokenPipeError:
         _drop_output()

@@ -22,7 +22,7 @@ from jaxllm.serving.cli_chat_commands import EXIT, HELP, run_command
 from jaxllm.serving.cli_commands import Chat
 from jaxllm.serving.cli_flags import get_fields
 from jaxllm.serving.cli_input import check_text
-from jaxllm.serving.cli_terminal import is_interactive, keep_history, read_message
+from jaxllm.serving.cli_terminal import edit_lines, is_interactive, read_message
 
 LENGTH_NOTE = (
     "(the answer reached its length limit: /params max_tokens=N raises it, unless it is the model's longest text)"
@@ -37,7 +37,7 @@ def run(command: Chat) -> None:
             raise ValueError(
                 f"model={config.model!r} has no chat template: use `jaxllm generate`, or a model tuned for conversations"
             )
-        with keep_history():
+        with edit_lines():
             talk(Conversation(engine, params, command.system))
 
 
@@ -69,7 +69,7 @@ def _read(notes: Console) -> str:
 def _take(line: str, conversation: Conversation, notes: Console) -> None:
     """Execute a command or answer a message; an empty line is neither."""
     if (reply := run_command(line, conversation)) is not None:
-        notes.print(reply, soft_wrap=True)
+        notes.print(reply)
     elif message := line.strip():
         finish_reason = conversation.answer(message)
         if finish_reason == FinishReason.ABORT:

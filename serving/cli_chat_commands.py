@@ -21,13 +21,14 @@ HELP = "/help lists the commands; Ctrl-C stops an answer; Ctrl-D or /exit leaves
 
 _COMMAND = re.compile(r"(/\w+)(?:\s+(.*))?", re.DOTALL)
 _LONG_HELP = """\
-/system TEXT       instructions for the answers to come; "" is none, no text shows them
-/params NAME=VALUE sampling parameters, as /params temperature=0.7 top_p=0.9; no text shows them
-/reset             forget the conversation, not the instructions
-/help              this list
-/exit              leave, as Ctrl-D does
-A backslash at the end of a line continues the message on the next one. Ctrl-C stops an answer.
-A message may begin with a slash after a space."""
+/system TEXT   instructions for the next answers; "" is none
+/params NAME=VALUE ...   as /params temperature=0.7 top_p=0.9
+/reset         forget the conversation, not the instructions
+/help          this list
+/exit          leave, as Ctrl-D does
+/system and /params alone show what holds. Ctrl-C stops an answer.
+A backslash at the end of a line continues the message on the next.
+A message may begin with a slash if a space is before it."""
 
 
 class Settings(Protocol):

@@ -44,13 +44,14 @@ def read_message() -> str:
 
 
 @contextmanager
-def keep_history() -> Iterator[None]:
-    """Arrow keys reach what was typed before, in earlier conversations too."""
+def edit_lines() -> Iterator[None]:
+    """Arrow keys reach what was typed before, in earlier conversations too, and a paste of several lines is one."""
     if readline is None or not is_interactive():
         yield
         return
     path = cache_dir() / "chat-history"
     readline.set_history_length(_MAX_HISTORY)
+    readline.parse_and_bind("set enable-bracketed-paste on")
     try:
         readline.read_history_file(path)
     except OSError:  # none yet, or not readable: not worth a message

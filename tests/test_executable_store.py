@@ -147,16 +147,22 @@ def test_another_version_device_or_flag_has_another_folder(monkeypatch):
 
 
 @pytest.mark.parametrize("changed", ["config.py", "kernels/linear.py", "models/rope.py", "runner/step.py"])
-def test_another_source_has_another_folder(changed, tmp_path, monkeypatch):
+def test_another_source_of_a_step_has_another_hash(changed, tmp_path, monkeypatch):
     package = tmp_path / "jaxllm"
     for name in ("config.py", "kernels/linear.py", "models/rope.py", "runner/step.py", "engine/engine.py"):
         (package / name).parent.mkdir(parents=True, exist_ok=True)
         (package / name).write_text("pass\n")
     monkeypatch.setattr(executable_store, "__file__", str(package / "runner/executable_store.py"))
-    folder = make_store().folder
+    before = executable_store._source_hash()
     (package / "engine/engine.py").write_text("pass  # no part of a step\n")
-    assert make_store().folder == folder
+    assert executable_store._source_hash() == before
     (package / changed).write_text("pass  # changed\n")
+    assert executable_store._source_hash() != before
+
+
+def test_another_hash_of_sources_has_another_folder(monkeypatch):
+    folder = make_store().folder
+    monkeypatch.setattr(executable_store, "SOURCE_HASH", "another")
     assert make_store().folder != folder
 
 
@@ -215,7 +221,7 @@ def test_a_step_of_another_shape_is_an_error_and_does_not_compile():
     steps = Steps(store=None)
     steps.executables.compile_all([SMALL], progress=False)
     before = num_compilations()
-    with pytest.raises(TypeError, match="compiled with .* and called with"):
+    with pytest.raises(TypeError, match=r"compiled with .* and called with"):
         steps.executables.get(SMALL)(np.zeros(3, np.float32))
     assert num_compilations() == before
 

@@ -244,7 +244,7 @@ def test_of_families_with_one_gguf_architecture_the_general_one_reads_the_files(
 def test_an_unknown_architecture_is_named_with_the_nearest_supported_one(unknown, nearest):
     with pytest.raises(ValueError, match=rf"{unknown}.* nearest that is: {nearest}\.") as error:
         family_of_hf([unknown])
-    assert "jaxllm models" in str(error.value)
+    assert "Olmo2ForCausalLM" in str(error.value)
 
 
 def test_an_unknown_gguf_architecture_is_named_with_the_nearest_supported_one():

@@ -129,3 +129,11 @@ def test_two_devices_compute_the_same(name, scratch):
     sequence, token_ids, expected = load(name, scratch, num_devices=2)
     found = sequence.logits(token_ids, range(CHUNK, len(token_ids) + 1, CHUNK), CHUNK)
     assert relative(found, expected) < TOLERANCE
+
+
+def test_layers_of_one_kind_are_traced_once(scratch):
+    sequence, _, _ = load("gemma3", scratch)
+    cache = allocate(sequence.specs)
+    lowered = sequence.step.lower(sequence.leaves, cache, np.zeros(1, np.int32), 0, 1).as_text()
+    assert lowered.count("func.func private @_run_layer") == 2
+    assert lowered.count("call @_run_layer") == 4

@@ -1,12 +1,15 @@
 """`LLM` and `LLMEngine` as a user calls them: forms of prompts, outputs, stopping, mistakes, cleaning up."""
 
 import random
+import signal
+import subprocess
+import sys
 
 import jax
 import pytest
 from tiny_model import CONTEXT, VOCAB, write_model
 
-from jaxllm import LLM, LLMEngine, SamplingParams
+from jaxllm import LLM, SamplingParams
 
 GREEDY = SamplingParams(temperature=0, max_tokens=8)
 
@@ -120,6 +123,9 @@ BAD_PROMPTS = {
     "beyond the vocabulary": ([5, VOCAB], f"prompt holds {VOCAB} at position 1"),
     "negative": ([-1], "prompt holds -1 at position 0"),
     "no token": ([1, "x"], "prompt holds 'x' at position 1"),
+    "nothing": (None, "prompt=None is neither text"),
+    "another dictionary": ({"text": "x"}, "is neither text"),
+    "half a character": ("\ud800", "is not valid Unicode"),
 }
 
 
@@ -172,19 +178,54 @@ def test_abort_frees_blocks_in_the_middle(llm):
 
 
 def test_an_interrupted_generate_leaves_nothing_behind(llm, monkeypatch):
+    """A real Ctrl-C, in the middle of a step: it counts after the step, and the engine goes on."""
     steps = iter(range(3))
+    launch = llm.engine.core.runner.launch
 
-    def step():
+    def interrupted_launch(plan):
         if next(steps, None) is None:
-            raise KeyboardInterrupt
-        return LLMEngine.step(llm.engine)
+            signal.raise_signal(signal.SIGINT)
+        return launch(plan)
 
-    monkeypatch.setattr(llm.engine, "step", step)
+    monkeypatch.setattr(llm.engine.core.runner, "launch", interrupted_launch)
     with pytest.raises(KeyboardInterrupt):
         llm.generate(["a", "b", "c"], SamplingParams(max_tokens=50, ignore_eos=True))
     monkeypatch.undo()
     assert not llm.engine.has_unfinished_requests()
     assert len(llm.generate("a", GREEDY)[0].outputs[0].token_ids) <= 8
+
+
+def test_a_failed_step_is_said_ever_after(folder, monkeypatch):
+    with LLM(str(folder), max_num_seqs=2, max_num_batched_tokens=16, compilation_cache=False) as llm:
+
+        def fail(plan):
+            raise RuntimeError("out of memory")
+
+        monkeypatch.setattr(llm.engine.core.runner, "launch", fail)
+        with pytest.raises(RuntimeError, match="out of memory"):
+            llm.generate("hello", GREEDY)
+        monkeypatch.undo()
+        with pytest.raises(RuntimeError, match="the engine cannot go on: out of memory"):
+            llm.generate("hello", GREEDY)
+    with pytest.raises(RuntimeError, match="the engine cannot go on"):
+        llm.generate("hello", GREEDY)
+    llm.close()
+
+
+SCRIPT = """
+import sys
+from jaxllm import LLM, SamplingParams
+llm = LLM(sys.argv[1], max_num_seqs=2, max_num_batched_tokens=16, compilation_cache=False)
+params = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
+llm.engine.add_request("left running", "hello", params)
+llm.engine.step()
+print("done")
+"""
+
+
+def test_a_script_that_leaves_a_step_running_ends_well(folder):
+    result = subprocess.run([sys.executable, "-c", SCRIPT, str(folder)], capture_output=True, text=True, check=False)
+    assert (result.returncode, result.stdout) == (0, "done\n"), result.stderr
 
 
 BAD_FIELDS = {
@@ -198,6 +239,8 @@ BAD_FIELDS = {
     "too many devices": ({"tensor_parallel_size": 9}, ValueError, "needs 9 devices"),
     "device": ({"device": "cuda:0"}, ValueError, "device='cuda:0' is not available"),
     "dtype": ({"dtype": "int4"}, ValueError, "dtype='int4' is unknown"),
+    "attention_backend": ({"attention_backend": "pallas"}, ValueError, "attention_backend='pallas' needs a GPU"),
+    "seed": ({"seed": "x"}, ValueError, "seed='x' has the wrong type"),
     "utilization": ({"gpu_memory_utilization": 1.5}, ValueError, "gpu_memory_utilization=1.5"),
 }
 

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from jaxllm.kernels import ragged_paged_attention_xla as xla
-from jaxllm.kernels.ragged_paged_attention import ragged_paged_attention
+from jaxllm.kernels.ragged_paged_attention import prepare_attention, ragged_paged_attention
 
 FLOAT32_ERROR = 2e-6
 BFLOAT16_ERROR = 2.0**-8
@@ -239,12 +239,12 @@ def test_the_loop_covers_the_longest_context_of_the_batch_and_no_more():
     """The work of a step follows what is there, not what the tables could hold."""
 
     @partial(jax.jit, static_argnames="window")
-    def context_tiles(kv_lens, cu_q_lens, window):
-        return xla.context_tiles(xla.cut_queries(kv_lens, cu_q_lens, num_tokens=80), xla.CONTEXT_TILE, window)
+    def context_tiles(*arrays, window):
+        work = prepare_attention(*arrays, num_tokens=80, block_size=16, group=2)
+        return xla.context_tiles(work.tiles, xla.CONTEXT_TILE, window)
 
     def trips(rows, window=None):
-        batch = make_batch(rows, 80, 8)
-        return tuple(map(int, context_tiles(batch.kv_lens, batch.cu_q_lens, window)))
+        return tuple(map(int, context_tiles(*make_batch(rows, 80, 8).arrays[3:], window=window)))
 
     assert trips([(1, 64), (5, 5)]) == (0, 1)
     assert trips([(1, 65), (5, 5)]) == (0, 2)

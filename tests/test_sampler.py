@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -19,9 +21,9 @@ CHI_SQUARE = {0: 1e-9, 1: 10.8, 2: 13.8, 3: 16.3, 4: 18.5, 5: 20.5, 6: 22.5, 7: 
 """What a right sampler exceeds once in a thousand seeds, by degrees of freedom."""
 
 
-@jax.jit
-def jitted(logits, sampling, seen, lengths):
-    return sample(logits, sampling, lambda: seen, lengths)
+@partial(jax.jit, static_argnames="unroll")
+def jitted(logits, sampling, seen, lengths, unroll=False):
+    return sample(logits, sampling, lambda: seen, lengths, unroll=unroll)
 
 
 def make_sampling(num_rows, vocab=VOCAB, **fields):
@@ -195,6 +197,17 @@ def test_rows_with_different_parameters_do_not_meet(fields):
         alone, logprob = run(logits[one], lengths[one], seen[one], **parameters)
         assert alone == together[one]
         assert logprob == pytest.approx(together_logprobs[one], abs=1e-5)
+
+
+@pytest.mark.slow  # to compile
+def test_without_loops_the_tokens_are_the_same():
+    rng = np.random.default_rng(2)
+    logits, seen = rng.standard_normal((16, 40)).astype(np.float32), rng.random((16, 40)) < 0.3
+    sampling = make_sampling(
+        16, 40, temperature=rng.choice([0, 1], 16), top_k=rng.choice([0, 9], 16), top_p=rng.choice([1, 0.7], 16)
+    )
+    looped, unrolled = (jitted(logits, sampling, seen, np.arange(16), unroll=unroll) for unroll in (False, True))
+    assert np.array_equal(looped.token_ids, unrolled.token_ids)
 
 
 def test_a_token_depends_on_key_and_position_and_on_nothing_else():

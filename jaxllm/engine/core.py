@@ -2,10 +2,12 @@
 
 It keeps up to `max_steps_in_flight` steps launched: the next one is planned and sent before the oldest
 is read, so that the device does not wait for the host. The tokens are those of the synchronous order.
+A step that leaves no request unfinished leaves nothing in flight either.
 """
 
 from __future__ import annotations
 
+import weakref
 from collections import deque
 
 from jaxllm.outputs import TokenOutput
@@ -14,29 +16,42 @@ from jaxllm.runner.model_runner import ModelRunner, PendingStep
 from jaxllm.scheduling.plan import StepPlan
 from jaxllm.scheduling.scheduler import Scheduler
 
+type InFlight = deque[tuple[StepPlan, PendingStep]]
+
 
 class EngineCore:
-    """Runs requests on a started runner."""
+    """Runs requests on a started runner.
+
+    Raises:
+        RuntimeError: (any method) the engine was closed, or an earlier step failed.
+    """
 
     def __init__(self, runner: ModelRunner):
         config = runner.config
         assert config.max_num_seqs and config.max_num_batched_tokens, "unresolved defaults"
         self.runner = runner
         self.scheduler = Scheduler(config.max_num_seqs, config.max_num_batched_tokens, runner.size)
-        self._in_flight: deque[tuple[StepPlan, PendingStep]] = deque()
+        self._in_flight: InFlight = deque()
+        self._end: BaseException | None = None
+        # XLA ends the process badly if it exits while a step runs.
+        self._drain_at_exit = weakref.finalize(self, _wait_for, self._in_flight)
 
     def add_request(self, request: Request) -> None:
+        self._check_alive()
         self.scheduler.add(request)
 
     def step(self) -> list[TokenOutput]:
         """Launches what can be launched and reads the oldest step; empty if there is nothing to do."""
-        while len(self._in_flight) < self.runner.config.max_steps_in_flight and (plan := self.scheduler.schedule()):
-            self._in_flight.append((plan, self.runner.launch(plan)))
-        if not self._in_flight:
-            assert not self.scheduler.has_unfinished, "requests wait, but nothing can be computed"
-            return []
-        plan, pending = self._in_flight.popleft()
-        return self.scheduler.update(plan, pending.result())
+        self._check_alive()
+        try:
+            self._launch_ahead()
+            outputs = self._read_oldest() if self._in_flight else []
+            while self._in_flight and not self.scheduler.has_unfinished:
+                self._read_oldest()  # computed past the end of the last request
+        except Exception as error:
+            self._end = error
+            raise
+        return outputs
 
     def abort(self, request_id: str, reason: FinishReason, stop_reason: str | None = None) -> bool:
         """Ends a request; its blocks are free at once. False if it had ended before."""
@@ -47,7 +62,33 @@ class EngineCore:
         return self.scheduler.has_unfinished
 
     def close(self) -> None:
-        """Waits for launched steps and frees the device's memory."""
-        while self._in_flight:
-            self._in_flight.popleft()[1].result()
-        self.runner.close()
+        """Waits for launched steps and frees the device's memory; a second call does nothing."""
+        if not self._drain_at_exit.alive:
+            return
+        self._end = self._end or RuntimeError("the engine is closed")
+        try:
+            self._drain_at_exit()
+        finally:
+            self.runner.close()
+
+    def _launch_ahead(self) -> None:
+        limit = self.runner.config.max_steps_in_flight
+        while len(self._in_flight) < limit and (plan := self.scheduler.schedule()):
+            self._in_flight.append((plan, self.runner.launch(plan)))
+        stuck = not self._in_flight and self.scheduler.has_unfinished
+        assert not stuck, "requests wait, but nothing can be computed"
+
+    def _read_oldest(self) -> list[TokenOutput]:
+        plan, pending = self._in_flight[0]
+        output = pending.result()  # may be interrupted: the step is then still there
+        self._in_flight.popleft()
+        return self.scheduler.update(plan, output)
+
+    def _check_alive(self) -> None:
+        if self._end is not None:
+            raise RuntimeError(f"the engine cannot go on: {self._end}. Make a new one") from self._end
+
+
+def _wait_for(in_flight: InFlight) -> None:
+    while in_flight:
+        in_flight.popleft()[1].result()

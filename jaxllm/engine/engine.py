@@ -9,7 +9,8 @@ from __future__ import annotations
 import logging
 import random
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from numbers import Integral
 from typing import Any, TypedDict
 
 from jaxllm.config import EngineConfig
@@ -84,6 +85,10 @@ class LLMEngine:
         Raises:
             ValueError: the request cannot be served; nothing was entered.
         """
+        if not isinstance(request_id, str):
+            raise ValueError(f"request_id={request_id!r} is not a string")
+        if not isinstance(params, SamplingParams | None):
+            raise ValueError(f"params={params!r} is not a SamplingParams")
         if request_id in self.core.scheduler.requests:
             raise ValueError(f"request_id={request_id!r} is in use by an unfinished request: choose another")
         text, request = self.make_request(request_id, prompt, params or SamplingParams())
@@ -133,11 +138,24 @@ class LLMEngine:
         self.close()
 
     def _tokenize(self, prompt: Prompt) -> tuple[str | None, list[int]]:
-        if isinstance(prompt, dict):
-            prompt = prompt["prompt"] if "prompt" in prompt else prompt["prompt_token_ids"]
-        if isinstance(prompt, str):
-            return prompt, self.tokenizer.encode(prompt)
-        return None, list(prompt)
+        given = prompt
+        if isinstance(given, dict):
+            given = given.get("prompt", given.get("prompt_token_ids"))
+        if isinstance(given, str):
+            return given, self._encode(given)
+        if not isinstance(given, Iterable):
+            raise ValueError(
+                f"prompt={prompt!r} is neither text, nor a list of token ids, nor a dictionary with one of them as "
+                "'prompt' or 'prompt_token_ids'"
+            )
+        return None, list(given)
+
+    def _encode(self, text: str) -> list[int]:
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise ValueError(f"prompt={text!r} is not valid Unicode: {error.reason} at {error.start}") from error
+        return self.tokenizer.encode(text)
 
     def _check_prompt(self, token_ids: list[int]) -> None:
         limit, vocab_size = self.config.max_model_len, self.model_config.vocab_size
@@ -150,7 +168,7 @@ class LLMEngine:
                 f"shorten it to {limit - 1} or less, or raise max_model_len"
             )
         for position, token in enumerate(token_ids):
-            if isinstance(token, bool) or not isinstance(token, int) or not 0 <= token < vocab_size:
+            if isinstance(token, bool) or not isinstance(token, Integral) or not 0 <= token < vocab_size:
                 raise ValueError(
                     f"prompt holds {token!r} at position {position}: token ids of this model are whole numbers "
                     f"from 0 to {vocab_size - 1}"
@@ -159,7 +177,7 @@ class LLMEngine:
     def _check_params(self, params: SamplingParams) -> None:
         if not params.min_tokens:
             return
-        stops = {*params.stop_token_ids, *self.model_config.eos_token_ids}
+        stops = {*params.stop_token_ids, *(() if params.ignore_eos else self.model_config.eos_token_ids)}
         if len(stops) > MAX_SUPPRESSED_TOKEN_IDS:
             raise ValueError(
                 f"min_tokens={params.min_tokens} has to hold back {len(stops)} stop tokens, "

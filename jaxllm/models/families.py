@@ -113,10 +113,8 @@ def family_of_gguf(architecture: str) -> Family:
 
 def _unsupported(found: str, name: str, known: Sequence[str]) -> ValueError:
     (nearest,) = difflib.get_close_matches(name, known, n=1, cutoff=0.0)
-    return ValueError(
-        f"{found} is not supported; the nearest that is: {nearest}. Use a model of a supported architecture "
-        "(`jaxllm models` lists them)"
-    )
+    names = ", ".join(dict.fromkeys(known))
+    return ValueError(f"{found} is not supported; the nearest that is: {nearest}. Use a model of one of {names}")
 
 
 def _unpermute_rows(tensor: np.ndarray, heads: int) -> np.ndarray:
@@ -189,7 +187,6 @@ _GEMMA_DEFAULTS = {
     "attention_bias": False,
     "tie_word_embeddings": True,
     "sliding_window": 4096,
-    "use_bidirectional_attention": False,
 }
 
 GEMMA2 = Family(
@@ -277,6 +274,21 @@ OLMO2 = Family(
     gguf_names=GGUF_AFTER,
     traits={"norms": "after", "qk_norm": "all"},
     hf_defaults={"attention_bias": False, "rms_norm_eps": 1e-5},
+    # Of Olmo 3, whose files say the same architecture. The base of windowed layers is the model's, never scaled.
+    gguf_defaults={"attention.sliding_window": 0, "attention.sliding_window_pattern": 4, "rope.freq_base_swa": None},
 )
 
-FAMILIES = (LLAMA, MISTRAL, QWEN2, QWEN3, GEMMA2, GEMMA3, GEMMA3_WITH_VISION, PHI3, OLMO2)
+OLMO3 = dataclasses.replace(
+    OLMO2,
+    name="olmo3",
+    hf_architectures=("Olmo3ForCausalLM",),
+    hf_defaults={
+        **OLMO2.hf_defaults,
+        "sliding_window": 4096,
+        "sliding_window_pattern": 4,
+        "rope_theta": 500000.0,
+        "rope_local_base_freq": 500000.0,
+    },
+)
+
+FAMILIES = (LLAMA, MISTRAL, QWEN2, QWEN3, GEMMA2, GEMMA3, GEMMA3_WITH_VISION, PHI3, OLMO2, OLMO3)

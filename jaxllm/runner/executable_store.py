@@ -28,7 +28,12 @@ from jaxllm.cache_dir import cache_dir
 logger = logging.getLogger(__name__)
 
 STEP_SOURCES = ("kernels", "models", "parallel", "runner")
-UNREADABLE = (OSError, ValueError, EOFError, pickle.UnpicklingError, jax.errors.JaxRuntimeError)
+VERSIONED = ("jax", "flax", "nvidia-cudnn", "nvidia-cublas", "nvidia-nccl")
+"""Packages, by the beginning of their names, whose versions executables depend on."""
+UNREADABLE = (
+    *(OSError, ValueError, EOFError, AttributeError, ImportError, LookupError, TypeError),
+    *(pickle.UnpicklingError, jax.errors.JaxRuntimeError),
+)
 
 
 class ExecutableStore:
@@ -63,8 +68,13 @@ class ExecutableStore:
                 file.write(hashlib.sha256(payload).digest() + payload)
                 file.close()
                 os.replace(file.name, self.folder / name)
-        except (OSError, ValueError, jax.errors.JaxRuntimeError) as error:
+        except (OSError, ValueError, NotImplementedError, jax.errors.JaxRuntimeError) as error:
             logger.warning("cannot store the executable %s: %s", name, error)
+
+
+def may_store(platform: str) -> bool:
+    """False where a cache that the user gave JAX would make stored executables unusable (on a CPU, see above)."""
+    return platform != "cpu" or jax.config.jax_compilation_cache_dir is None
 
 
 def enable_compilation_cache(platform: str) -> None:
@@ -84,10 +94,12 @@ def _checked(data: bytes) -> bytes:
 
 
 def _surroundings(devices: Sequence[Any]) -> list[str]:
-    versions = [f"{name} {importlib.metadata.version(name)}" for name in ("jax", "jaxlib", "flax")]
+    packages = (item.name for item in importlib.metadata.distributions() if item.name.startswith(VERSIONED))
+    versions = sorted(f"{name} {importlib.metadata.version(name)}" for name in set(packages))
+    settings = [f"{name}={value}" for name, value in sorted(jax.config.values.items())]
     kinds = [f"{device.platform} {device.device_kind} {device.id}" for device in devices]
     flags = [os.environ.get("XLA_FLAGS", ""), devices[0].client.platform_version, _processor()]
-    return [_source_hash(), *versions, *kinds, *flags]
+    return [SOURCE_HASH, *versions, *settings, *kinds, *flags]
 
 
 def _source_hash() -> str:
@@ -98,6 +110,10 @@ def _source_hash() -> str:
         for path in sorted(folder.glob("*.py")):
             digest.update(path.read_bytes())
     return digest.hexdigest()
+
+
+SOURCE_HASH = _source_hash()
+"""Of the sources as they were imported, not as they may have been edited since."""
 
 
 def _processor() -> str:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import CancelledError, ThreadPoolExecutor
 from typing import Any
 
 import jax
@@ -39,6 +39,7 @@ class Executables:
         self.compiled: dict[Bucket, jax.stages.Compiled] = {}
         # Tracing holds the interpreter lock: doing one at a time leaves the other cores to the compiler.
         self.tracing = threading.Lock()
+        self.cancelled = threading.Event()
 
     def get(self, bucket: Bucket) -> jax.stages.Compiled:
         """The bucket's executable, compiled now if it was not compiled ahead of time."""
@@ -53,8 +54,18 @@ class Executables:
             bar = tqdm(results, "compiling", len(buckets), disable=None if progress else True, leave=False)
             self.compiled.update(zip(buckets, bar, strict=True))
 
+    def cancel(self) -> None:
+        """Gives up what `compile_all` has not begun yet."""
+        self.cancelled.set()
+
     def make(self, bucket: Bucket) -> jax.stages.Compiled:
-        """From disk, or lowered and compiled and then stored."""
+        """From disk, or lowered and compiled and then stored.
+
+        Raises:
+            CancelledError: after `cancel`.
+        """
+        if self.cancelled.is_set():
+            raise CancelledError
         stored = self.store.load(bucket.name, *self.signature(bucket)) if self.store else None
         if stored is not None:
             return stored

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -26,7 +26,7 @@ from jaxllm.parallel.sharding import replicated
 from jaxllm.runner.buckets import Bucket, make_ladder
 from jaxllm.runner.compile_counter import num_compilations
 from jaxllm.runner.device_state import state_specs
-from jaxllm.runner.executable_store import ExecutableStore, enable_compilation_cache
+from jaxllm.runner.executable_store import ExecutableStore, enable_compilation_cache, may_store
 from jaxllm.runner.executables import Executables, Signature
 from jaxllm.runner.kv_cache import CPU_CACHE_BYTES, allocate, cache_size, cache_specs
 from jaxllm.runner.step import run_step
@@ -64,9 +64,10 @@ class ModelRunner:
         assert config.max_model_len and config.max_num_seqs and config.max_num_batched_tokens, "unresolved defaults"
         self.config, self.model, self.mesh = config, model, mesh
         self.dtype = jnp.dtype(config.dtype)
-        backend: Backend = "xla" if config.attention_backend == "auto" else config.attention_backend
-        self.definition = define_model(model, Setting(self.dtype, mesh, backend))
         self.platform = mesh.devices.flat[0].platform
+        fastest: Backend = "xla" if self.platform == "cpu" else "pallas"
+        backend = fastest if config.attention_backend == "auto" else config.attention_backend
+        self.definition = define_model(model, Setting(self.dtype, mesh, backend))
         self.ladder = make_ladder(config.max_num_seqs, config.max_num_batched_tokens, self.platform)
         self.max_blocks = -(-config.max_model_len // config.block_size)
         if config.compilation_cache:
@@ -80,11 +81,15 @@ class ModelRunner:
         """Compiles every bucket while `load` brings the parameters; then nothing compiles any more."""
         _, cache, state, _ = self._arguments(self.ladder.all[0], self.size)
         with ThreadPoolExecutor(max_workers=2) as pool:
-            allocating = pool.submit(allocate, (cache, state))
             compiling = pool.submit(self._compile_all, progress)
-            self.params = self.definition.leaves(load(self.definition.specs))
-            self.cache, self.state = allocating.result()
-            compiling.result()
+            allocating = pool.submit(self._allocate, (cache, state), compiling)
+            try:
+                self.params = self.definition.leaves(load(self.definition.specs))
+                compiling.result()
+                self.cache, self.state = allocating.result()
+            except BaseException:
+                self.executables.cancel()
+                raise
         jax.block_until_ready((self.params, self.cache, self.state))
         self.compiled_at_ready = num_compilations()
 
@@ -109,6 +114,11 @@ class ModelRunner:
                 array.delete()
         self.executables.compiled.clear()
 
+    def _allocate(self, specs: Any, compiling: Future[None]) -> Any:
+        if self.platform != "cpu":
+            compiling.result()  # until then autotuning needs the memory
+        return allocate(specs)
+
     def _compile_all(self, progress: bool) -> None:
         if not self.config.enforce_eager:
             self.executables.compile_all(self.ladder.all, progress)
@@ -130,12 +140,12 @@ class ModelRunner:
         probe = self._lower(self.ladder.mixed[-1], CacheSize(self.max_blocks + 1, self.config.block_size))
         analysis = probe.compile().memory_analysis()
         temp = analysis.temp_size_in_bytes if analysis else 0
-        return stats["bytes_limit"] - weights - (temp // TEMP_ROUNDING + 2) * TEMP_ROUNDING
+        return stats["bytes_limit"] - stats["bytes_in_use"] - weights - (temp // TEMP_ROUNDING + 2) * TEMP_ROUNDING
 
     def _executables(self) -> Executables:
         config = self.config
         store = None
-        if config.compilation_cache and not config.enforce_eager:
+        if config.compilation_cache and not config.enforce_eager and may_store(self.platform):
             facts = (self.model, self.size, self.dtype, self.ladder, self.max_blocks, config.attention_backend)
             store = ExecutableStore(list(self.mesh.devices.flat), facts)
         options = EAGER_OPTIONS.get(self.platform, {}) if config.enforce_eager else {}

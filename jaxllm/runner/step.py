@@ -44,7 +44,8 @@ def run_step(
     logits = model.logits(hidden[last])
     with jax.named_scope("sample"):
         rows = SamplingState(*(field[step.seats] for field in state.sampling))
-        sampled = sample(logits, rows, lambda: state.seen[step.seats], step.context_lens)
+        unroll = model.setting.platform != "cpu"
+        sampled = sample(logits, rows, lambda: state.seen[step.seats], step.context_lens, unroll=unroll)
         state = remember(state, step, sampled)
     bits = jax.lax.bitcast_convert_type(sampled.logprobs, jnp.int32)
     return cache, state, jnp.stack([sampled.token_ids, bits])

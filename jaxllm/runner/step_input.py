@@ -94,6 +94,8 @@ class StepLayout:
         views = _views(self.sections, packed)
         views["seats"][:] = views["table_seat"][:] = views["admitted_seats"][:] = self.trash_seat
         views["stop_ids"][:] = self.vocab_size
+        # The trash seat asks for nothing, so that padding rows do not make a step sample.
+        views["top_p"][:] = views["repetition_penalty"][:] = np.float32(1).view(np.int32)
         _pack_rows(plan, views)
         _pack_table_changes(plan, views)
         admitted = [row.request for row in plan.rows if row.admitted]
