@@ -29,7 +29,7 @@ def cut_queries(
     q_lens = cu_q_lens[1:] - cu_q_lens[:-1]
     tile_ends = jnp.cumsum(-(-q_lens // size))
     tile = jnp.arange(num_tiles)
-    row = jnp.minimum(jnp.searchsorted(tile_ends, tile, side="right"), num_rows - 1)
+    row = jnp.minimum(jnp.searchsorted(tile_ends, tile, side="right", method="compare_all"), num_rows - 1)
     first = tile_ends[row] - (-(-q_lens[row] // size))
     offset = (tile - first)[:, None] * size + jnp.arange(size)
     valid = (offset < q_lens[row][:, None]) & (tile < tile_ends[-1])[:, None]

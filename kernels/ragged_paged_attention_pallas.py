@@ -26,7 +26,7 @@ SPLIT = 1024
 """Tokens of context in one split."""
 MIN_ROWS = 16
 """Rows a matrix product has at the least."""
-CHUNK_ROWS = 128
+CHUNK_ROWS = 256
 """Rows (queries times heads of a group) of a tile of a chunk."""
 
 
@@ -39,7 +39,7 @@ class Launch(NamedTuple):
 
 
 DECODE = Launch(64, 4, 4)
-CHUNK = Launch(64, 8, 3)
+CHUNK = Launch(64, 8, 2)
 MAX_ITEM_PROGRAMS = 1024
 """Programs over work items, per K/V head; each takes every so manieth item."""
 
@@ -74,7 +74,7 @@ def prepare(block_tables, kv_lens, cu_q_lens, num_tokens: int, block_size: int, 
     num_splits = jnp.where(valid, position // SPLIT + 1, 0)
     ends = jnp.cumsum(num_splits)
     items = jnp.arange(num_tokens * -(-block_tables.shape[1] * block_size // SPLIT))
-    token = jnp.minimum(jnp.searchsorted(ends, items, side="right"), num_tokens - 1).astype(jnp.int32)
+    token = jnp.minimum(jnp.searchsorted(ends, items, side="right", method="compare_all"), num_tokens - 1).astype(jnp.int32)
     first_item = jnp.concatenate([jnp.zeros(1, ends.dtype), ends])
     split = items - first_item[token]
     return DecodeWork(ends[-1:], token, split, first_item, position, tiles.row, block_tables)

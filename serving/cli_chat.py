@@ -7,15 +7,10 @@ was stopped before anything was shown, leaves no trace in it.
 
 from __future__ import annotations
 
-import signal
-import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
-from types import FrameType
-
 from rich.console import Console
 
 from jaxllm import LLMEngine
+from jaxllm.engine.interrupts import note_interrupt
 from jaxllm.request import FinishReason
 from jaxllm.sampling_params import SamplingParams
 from jaxllm.serving.cli_chat_commands import EXIT, HELP, run_command
@@ -116,7 +111,7 @@ class Conversation:
         """Step until the request is finished or the user stops it; returns the text shown and why it ended."""
         shown = ""
         finish_reason: str | None = None
-        with _note_interrupt() as interrupted:
+        with note_interrupt() as interrupted:
             try:
                 while not interrupted.is_set() and self._engine.has_unfinished_requests():
                     for output in self._engine.step():
@@ -136,20 +131,3 @@ def _show(text: str, shown: str) -> str:
     """Print what was added to a text; returns the whole of it."""
     print(text[len(shown) :], end="", flush=True)
     return text
-
-
-@contextmanager
-def _note_interrupt() -> Iterator[threading.Event]:
-    """Sets the event on the first Ctrl-C; another one, if the step hangs, raises KeyboardInterrupt."""
-    interrupted = threading.Event()
-
-    def note(_signal: int, _frame: FrameType | None) -> None:
-        if interrupted.is_set():
-            raise KeyboardInterrupt
-        interrupted.set()
-
-    previous = signal.signal(signal.SIGINT, note)
-    try:
-        yield interrupted
-    finally:
-        signal.signal(signal.SIGINT, previous)

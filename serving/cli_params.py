@@ -25,11 +25,7 @@ def change_params(params: SamplingParams, changes: Mapping[str, Any]) -> Samplin
     for name in changes:
         if name not in NAMES:
             raise ValueError(f"{name!r} is not a sampling parameter{suggest(name, NAMES)}")
-    try:
-        return dataclasses.replace(params, **changes)
-    except TypeError as error:
-        given = ", ".join(f"{name}={value!r}" for name, value in changes.items())
-        raise ValueError(f"{given} is not valid: use a list ({error})") from error
+    return dataclasses.replace(params, **changes)
 
 
 def parse_changes(words: Iterable[str]) -> dict[str, Any]:

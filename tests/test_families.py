@@ -277,6 +277,18 @@ def test_sources_of_a_parameter():
     assert LLAMA.gguf_names.sources_of("final_norm.scale") == ("output_norm.weight",)
 
 
+def test_a_model_that_sees_has_its_text_half_below_a_prefix():
+    names = family_of_hf(["Gemma3ForConditionalGeneration"]).hf_names
+    assert names.sources_of("layers.3.mlp_norm.scale") == (
+        "language_model.model.layers.3.pre_feedforward_layernorm.weight",
+    )
+    tied = from_hf()
+    assert names.is_ignored("vision_tower.vision_model.post_layernorm.weight", tied)
+    assert names.is_ignored("multi_modal_projector.mm_soft_emb_norm.weight", tied)
+    assert names.is_ignored("language_model.lm_head.weight", tied)
+    assert not names.is_ignored("language_model.model.norm.weight", tied)
+
+
 def test_a_parameter_without_names_is_a_mistake_in_the_family():
     with pytest.raises(AssertionError, match=r"layers\.0\.attention\.sinks"):
         LLAMA.hf_names.sources_of("layers.0.attention.sinks")

@@ -246,6 +246,7 @@ GEMMA3_WITH_VISION = dataclasses.replace(
     GEMMA3,
     hf_architectures=("Gemma3ForConditionalGeneration",),
     hf_names=below("language_model.", GEMMA3.hf_names, ignored=("vision_tower.*", "multi_modal_projector.*")),
+    verified="text only; configuration and tensor names, the rest is gemma3's",
 )
 """Gemma 3 from 4B on: its text half."""
 

@@ -65,7 +65,7 @@ def apply_changes(state: DeviceState, step: StepInput) -> DeviceState:
 def lay_out_tokens(state: DeviceState, step: StepInput) -> Tokens:
     """Finds each token's seat and position, and fills in those only the device knows."""
     index = jnp.arange(step.token_ids.shape[0])
-    row = jnp.searchsorted(step.query_start[1:], index, side="right")
+    row = jnp.searchsorted(step.query_start[1:], index, side="right", method="compare_all")
     valid = index < step.query_start[-1]
     row = jnp.minimum(row, step.seats.shape[0] - 1)
     seat = jnp.where(valid, step.seats[row], state.last_token.shape[0] - 1)
