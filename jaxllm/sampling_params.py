@@ -31,7 +31,7 @@ class SamplingParams:
     top_k: int = 0
     """Sample from this many most likely tokens; 0 or -1 is all."""
     seed: int | None = None
-    """The same seed gives the same tokens, whatever else runs in the batch."""
+    """The same seed gives the same tokens, whatever else runs in the batch; by default one is drawn."""
     repetition_penalty: float = 1.0
     """Above 1, tokens of the prompt and of the answer so far become less likely."""
 

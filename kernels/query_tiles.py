@@ -11,6 +11,18 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int
 
 
+class Sizes(NamedTuple):
+    """Static sizes of a step's attention."""
+
+    num_tokens: int
+    """Tokens of the step, padding included."""
+    block_size: int
+    """Tokens of a block."""
+    group: int
+    """Query heads per K/V head."""
+    head_dim: int
+
+
 class QueryTiles(NamedTuple):
     """Where each tile of queries comes from; what is not valid holds 0."""
 

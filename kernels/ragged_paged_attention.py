@@ -16,6 +16,9 @@ from jaxtyping import Array, Float, Int
 
 from jaxllm.kernels import ragged_paged_attention_pallas as pallas
 from jaxllm.kernels import ragged_paged_attention_xla as xla
+from jaxllm.kernels.query_tiles import Sizes
+
+__all__ = ["IMPLEMENTATIONS", "Backend", "Sizes", "Work", "attend", "prepare_attention", "ragged_paged_attention"]
 
 type Backend = Literal["xla", "pallas", "pallas_interpret"]
 type Work = Any
@@ -41,21 +44,17 @@ def prepare_attention(
     kv_lens: Int[Array, " rows"],
     cu_q_lens: Int[Array, " rows+1"],
     *,
-    num_tokens: int,
-    block_size: int,
-    group: int,
+    sizes: Sizes,
     backend: Backend = "xla",
 ) -> Work:
     """The part of `ragged_paged_attention` that is the same for every layer of a step.
 
     Args:
         block_tables: with `kv_lens` and `cu_q_lens` as there.
-        num_tokens: tokens of the step, padding included.
-        block_size: tokens of a block.
-        group: query heads per K/V head.
+        sizes: what is static.
         backend: the implementation that will attend.
     """
-    return IMPLEMENTATIONS[backend].prepare(block_tables, kv_lens, cu_q_lens, num_tokens, block_size, group)
+    return IMPLEMENTATIONS[backend].prepare(block_tables, kv_lens, cu_q_lens, sizes)
 
 
 def attend(
@@ -117,7 +116,8 @@ def ragged_paged_attention(
         Weighted values in q's dtype; rows of padding tokens are finite and of no meaning.
         Scores, softmax and sums are float32. The online softmax is FlashAttention's (arXiv:2205.14135).
     """
-    sizes = {"num_tokens": q.shape[0], "block_size": k_cache.shape[1], "group": q.shape[1] // k_cache.shape[2]}
-    work = prepare_attention(block_tables, kv_lens, cu_q_lens, **sizes, backend=backend)
+    _, block_size, num_kv_heads, head_dim = k_cache.shape
+    sizes = Sizes(q.shape[0], block_size, q.shape[1] // num_kv_heads, head_dim)
+    work = prepare_attention(block_tables, kv_lens, cu_q_lens, sizes=sizes, backend=backend)
     options = {"scale": scale, "window": window, "soft_cap": soft_cap, "sinks": sinks}
     return attend(q, k_cache, v_cache, work, **options, k_scale=k_scale, v_scale=v_scale, backend=backend)

@@ -17,7 +17,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 from jaxtyping import Array, Int
 
-from jaxllm.kernels.query_tiles import QueryTiles, cut_queries
+from jaxllm.kernels.query_tiles import QueryTiles, Sizes, cut_queries
 
 NEGATIVE = -1e30
 """The peak before any score: finite, so that exp(-inf - NEGATIVE) is 0 and not NaN."""
@@ -64,16 +64,18 @@ class ChunkWork(NamedTuple):
     tables: Int[Array, "rows max_blocks"]
 
 
-def prepare(block_tables, kv_lens, cu_q_lens, num_tokens: int, block_size: int, group: int) -> DecodeWork | ChunkWork:
+def prepare(block_tables, kv_lens, cu_q_lens, sizes: Sizes) -> DecodeWork | ChunkWork:
     """See `prepare_attention`."""
+    num_tokens = sizes.num_tokens
     if num_tokens > kv_lens.shape[0]:
-        tiles = cut_queries(kv_lens, cu_q_lens, num_tokens, CHUNK_ROWS // group)
+        rows = CHUNK_ROWS if sizes.head_dim <= 128 else CHUNK_ROWS // 2  # what shared memory holds
+        tiles = cut_queries(kv_lens, cu_q_lens, num_tokens, rows // sizes.group)
         return ChunkWork(tiles, tiles.valid.sum(axis=1, dtype=jnp.int32), block_tables)
     tiles = cut_queries(kv_lens, cu_q_lens, num_tokens, 1)
     position, valid = tiles.position[:, 0], tiles.valid[:, 0]
     num_splits = jnp.where(valid, position // SPLIT + 1, 0)
     ends = jnp.cumsum(num_splits)
-    items = jnp.arange(num_tokens * -(-block_tables.shape[1] * block_size // SPLIT))
+    items = jnp.arange(num_tokens * -(-block_tables.shape[1] * sizes.block_size // SPLIT))
     token = jnp.minimum(jnp.searchsorted(ends, items, side="right", method="compare_all"), num_tokens - 1).astype(jnp.int32)
     first_item = jnp.concatenate([jnp.zeros(1, ends.dtype), ends])
     split = items - first_item[token]

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from jaxllm.kernels.query_tiles import QueryTiles, cut_queries
+from jaxllm.kernels.query_tiles import QueryTiles, Sizes, cut_queries
 
 NEGATIVE = -1e30
 """The peak before any score: finite, so that a tile in which everything is masked adds exp(-inf), 0."""
@@ -42,13 +42,11 @@ def prepare(
     block_tables: Int[Array, "rows max_blocks"],
     kv_lens: Int[Array, " rows"],
     cu_q_lens: Int[Array, " rows+1"],
-    num_tokens: int,
-    block_size: int,
-    group: int,
+    sizes: Sizes,
 ) -> Work:
     """See `prepare_attention`."""
-    tiles = cut_queries(kv_lens, cu_q_lens, num_tokens, 1 if num_tokens <= kv_lens.shape[0] else QUERY_TILE)
-    padding = -block_tables.shape[1] % _blocks_per_tile(block_size)
+    tiles = cut_queries(kv_lens, cu_q_lens, sizes.num_tokens, 1 if sizes.num_tokens <= kv_lens.shape[0] else QUERY_TILE)
+    padding = -block_tables.shape[1] % _blocks_per_tile(sizes.block_size)
     return Work(tiles, jnp.pad(block_tables, ((0, 0), (0, padding)))[tiles.row])
 
 

@@ -79,7 +79,7 @@ def test_gguf_undoes_the_permutation(tmp_path, weights):
             np.testing.assert_array_equal(checkpoint.read(gguf_name), weights[name])
 
 
-@pytest.mark.parametrize("kind", ["Q8_0", "Q4_0", "Q4_1", "Q5_1"])
+@pytest.mark.parametrize("kind", ["Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1"])
 def test_gguf_dequantises(tmp_path, weights, kind):
     kind = GGMLQuantizationType[kind]
     with open_checkpoint(write_gguf(tmp_path / "model.gguf", weights, kind)) as checkpoint:
@@ -90,7 +90,7 @@ def test_gguf_dequantises(tmp_path, weights, kind):
     np.testing.assert_array_equal(read, gguf.quants.dequantize(stored, kind))
 
 
-@pytest.mark.parametrize("kind", ["Q8_0", "Q4_K", "Q6_K", "IQ4_XS", "TQ2_0"])
+@pytest.mark.parametrize("kind", ["Q8_0", "Q5_0", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_XS", "TQ2_0"])
 def test_gguf_dequantises_large_tensors_piecewise(tmp_path, monkeypatch, kind):
     kind = GGMLQuantizationType[kind]
     blocks_bytes = GGML_QUANT_SIZES[kind][1] * 512 // GGML_QUANT_SIZES[kind][0]

@@ -1,67 +1,37 @@
-"""The command line: what is parsed, what is printed, and how it ends when something is wrong."""
+"""The command line: what is parsed, what help shows, and how it ends when something is wrong."""
 
 import dataclasses
-import io
+import os
+import re
 import subprocess
 import sys
-from collections.abc import Sequence
+import time
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from jaxllm.config import EngineConfig
+from jaxllm.config import ENGINE_TOPICS, EngineConfig
 from jaxllm.models import hub
 from jaxllm.models.wheel_download import DownloadError
-from jaxllm.outputs import CompletionOutput, RequestOutput
-from jaxllm.sampling_params import SamplingParams
-from jaxllm.serving import cli, cli_generate
-from jaxllm.serving.cli_commands import Chat, Generate, Pull, get_fields
+from jaxllm.sampling_params import SAMPLING_TOPICS, SamplingParams
+from jaxllm.serving import cli
+from jaxllm.serving.cli_commands import MODULES, Chat, Generate, Pull
+from jaxllm.serving.cli_flags import by_topic, get_docs
 
-Messages = Sequence[dict[str, str]]
-
-
-def output(text: str, prompt: str) -> RequestOutput:
-    completion = CompletionOutput(0, text, [0] * len(text), 0.0, "stop")
-    return RequestOutput("r", prompt, [0] * len(prompt), [completion], finished=True)
-
-
-class FakeLLM:
-    """Answers each prompt with its length."""
-
-    made_with: dict[str, Any]
-    params: SamplingParams
-
-    def __init__(self, **fields: Any) -> None:
-        FakeLLM.made_with = fields
-        if fields["model"] == "nowhere":
-            raise ValueError("model='nowhere' is not known: use a short name")
-
-    def __enter__(self) -> "FakeLLM":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        pass
-
-    def generate(self, prompts: list[str], params: SamplingParams, use_tqdm: bool = True) -> list[RequestOutput]:
-        FakeLLM.params = params
-        return [output(f" {len(prompt)} characters", prompt) for prompt in prompts]
-
-    def chat(self, messages: list[Messages], params: SamplingParams, use_tqdm: bool = True) -> list[RequestOutput]:
-        FakeLLM.params = params
-        return [output(f"{len(message)} message: {message[0]['content']}", "<chat>") for message in messages]
-
-
-@pytest.fixture
-def llm(monkeypatch: pytest.MonkeyPatch) -> type[FakeLLM]:
-    monkeypatch.setattr(cli_generate, "LLM", FakeLLM)
-    return FakeLLM
+COMMANDS = [kind.__name__.lower() for kind in MODULES]
 
 
 def parse_generate(*arguments: str) -> Generate:
     command = cli.parse(["generate", *arguments])
     assert isinstance(command, Generate)
     return command
+
+
+def show_help(capsys: pytest.CaptureFixture[str], *command: str) -> str:
+    with pytest.raises(SystemExit) as exit_info:
+        cli.main([*command, "--help"])
+    assert exit_info.value.code == 0
+    return capsys.readouterr().out
 
 
 def test_flags_are_the_fields() -> None:
@@ -73,14 +43,14 @@ def test_flags_are_the_fields() -> None:
         "m", max_model_len=64, dtype="float32", enforce_eager=True, compilation_cache=False
     )
     assert command.sampling.make_params() == SamplingParams(top_k=-1, temperature=0.0, max_tokens=None, ignore_eos=True)
-    assert command.prompt.prompts == ("first", "second prompt")
+    assert command.prompts.texts == ("first", "second prompt")
 
 
 def test_defaults_are_those_of_the_fields_but_for_the_length() -> None:
     command = parse_generate("m")
     assert command.engine.make_config() == EngineConfig("m")
     assert command.sampling.make_params() == SamplingParams(max_tokens=256)
-    assert command.prompt.chat is False
+    assert command.files.chat is False
     chat = cli.parse(["chat", "m"])
     assert isinstance(chat, Chat)
     assert chat.sampling.make_params() == SamplingParams(max_tokens=512)
@@ -95,19 +65,16 @@ def test_both_seeds_can_be_given() -> None:
 def test_flags_of_several_values_do_not_swallow_prompts() -> None:
     command = parse_generate("m", "--stop", "END", "--stop", "\n", "--stop-token-ids", "5", "prompt")
     assert command.sampling.make_params() == SamplingParams(max_tokens=256, stop=("END", "\n"), stop_token_ids=(5,))
-    assert command.prompt.prompts == ("prompt",)
+    assert command.prompts.texts == ("prompt",)
 
 
 def test_prompt_that_looks_like_a_flag() -> None:
-    assert parse_generate("m", "--", "--x").prompt.prompts == ("--x",)
+    assert parse_generate("m", "--", "--x").prompts.texts == ("--x",)
 
 
 @pytest.mark.parametrize("command", ["generate", "chat"])
 def test_help_has_every_field(command: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as exit_info:
-        cli.main([command, "--help"])
-    assert exit_info.value.code == 0
-    text = capsys.readouterr().out
+    text = show_help(capsys, command)
     names = [item.name for kind in (EngineConfig, SamplingParams) for item in dataclasses.fields(kind)]
     for name in set(names) - {"model"}:
         assert "--" + name.replace("_", "-") in text
@@ -116,9 +83,56 @@ def test_help_has_every_field(command: str, capsys: pytest.CaptureFixture[str]) 
     assert "a power of two" in " ".join(text.split()), "the help is the field's docstring"
 
 
+@pytest.mark.parametrize("command", ["generate", "chat"])
+def test_help_is_sorted_into_topics(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    titles = re.findall(r"^(?:╭─)? (.*) options\b", show_help(capsys, command), re.MULTILINE)
+    assert titles == [*(["input and output"] if command == "generate" else []), *SAMPLING_TOPICS, *ENGINE_TOPICS]
+
+
+def test_help_has_defaults_and_never_none(capsys: pytest.CaptureFixture[str]) -> None:
+    text = " ".join(re.sub("│", " ", show_help(capsys, "generate")).split())
+    assert "a power of two. (default: 16)" in text
+    assert "--max-tokens INT|None Most tokens to generate; None is up to max_model_len. (default: 256)" in text
+    assert "--tokenizer STR Folder or hub id to take the tokenizer from; by default the model's own. --" in text
+    assert "default: None" not in text
+
+
+@pytest.mark.parametrize("kind", [EngineConfig, SamplingParams])
+def test_text_of_a_field_says_what_none_is(kind: type) -> None:
+    docs = get_docs(kind)
+    for item in dataclasses.fields(kind):
+        assert docs[item.name].endswith(".")
+        if item.default is None:
+            assert re.search("by default|instead of", docs[item.name]), f"{item.name}: help does not show its default"
+
+
+def test_topics_have_to_begin_at_fields() -> None:
+    with pytest.raises(AssertionError, match="do not exist"):
+        by_topic(SamplingParams, {"sampling": "temperature", "stopping": "max_token"})
+    with pytest.raises(AssertionError, match="begins with temperature, which is in no topic"):
+        by_topic(SamplingParams, {"stopping": "max_tokens"})
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_help_has_an_example_that_can_be_parsed(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    match = re.search(rf"^Example: jaxllm ({command}.*)$", show_help(capsys, command), re.MULTILINE)
+    assert match
+    assert type(cli.parse(match[1].split())).__name__.lower() == command
+
+
+def test_help_lists_commands_and_exit_codes(capsys: pytest.CaptureFixture[str]) -> None:
+    text = show_help(capsys)
+    assert "Exit codes: 0 done" in text
+    for command in COMMANDS:
+        assert f"• {command} " in text
+
+
 def test_help_is_fast_because_nothing_heavy_is_imported() -> None:
-    code = "import sys; from jaxllm.serving import cli; cli.parse(['pull']); print('jax' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout == "False\n"
+    code = "import sys; from jaxllm.serving import cli; cli.parse(['pull']); print({'jax', 'numpy'} & {*sys.modules})"
+    started = time.perf_counter()
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.stdout == "set()\n"
+    assert time.perf_counter() - started < 10, "about 0.5 s on an idle machine"
 
 
 @pytest.mark.parametrize(
@@ -130,6 +144,7 @@ def test_help_is_fast_because_nothing_heavy_is_imported() -> None:
         (["generate", "m", "hi", "--blok-size", "3"], "--block-size"),
         (["generate", "m", "hi", "--dtype", "int3"], "bfloat16"),
         (["generate", "m", "hi", "--top-k", "many"], "--top-k"),
+        (["generate", "m", "hi", "--output-format", "xml"], "jsonl"),
     ],
 )
 def test_mistyped_command_line(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -147,13 +162,10 @@ def test_mistyped_command_line(arguments: list[str], message: str, capsys: pytes
         (["generate", "m", "hi", "--block-size", "3"], "error: block_size=3 is not a power of two: use 16, 32, 64 or"),
         (["generate", "m", "hi", "--top-k", "-3"], "error: top_k=-3 is not valid: use a whole number"),
         (["generate", "m", "hi", "--max-tokens", "0"], "error: max_tokens=0 is not valid"),
-        (["generate", "nowhere", "hi"], "error: model='nowhere' is not known: use a short name\n"),
         (["pull", "nowhere"], "error: model='nowhere' is not known"),
     ],
 )
-def test_wrong_value(
-    arguments: list[str], message: str, llm: type[FakeLLM], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_wrong_value(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(arguments) == 2
     captured = capsys.readouterr()
     assert captured.err.startswith(message)
@@ -161,70 +173,80 @@ def test_wrong_value(
     assert captured.out == ""
 
 
-def test_debug_shows_where_an_error_came_from(llm: type[FakeLLM], capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["generate", "nowhere", "hi", "--debug"]) == 2
+def test_debug_shows_where_an_error_came_from(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["pull", "nowhere", "--debug"]) == 2
     assert "Traceback" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
-    ("error", "code"),
-    [(KeyboardInterrupt(), 130), (DownloadError("no network"), 1), (FileNotFoundError(2, "No such file"), 1)],
-)
-def test_exit_codes(
-    error: BaseException, code: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def fail_with(error: BaseException, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(_command: Pull) -> None:
         raise error
 
     monkeypatch.setattr("jaxllm.serving.cli_pull.run", fail)
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        (ValueError("a wrong value"), 2),
+        (UnicodeDecodeError("utf-8", b"\xff", 0, 1, "invalid start byte"), 2),
+        (DownloadError("no network"), 1),
+        (FileNotFoundError(2, "No such file"), 1),
+        (BrokenPipeError(), 1),
+        (AssertionError("a broken invariant"), 1),
+        (KeyboardInterrupt(), 130),
+    ],
+)
+def test_exit_codes(
+    error: BaseException, code: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(cli, "_drop_output", lambda: None)
+    fail_with(error, monkeypatch)
     assert cli.main(["pull"]) == code
     assert "Traceback" not in capsys.readouterr().err
 
 
-def test_bug_keeps_its_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(_command: Pull) -> None:
-        raise AssertionError("a broken invariant")
-
-    monkeypatch.setattr("jaxllm.serving.cli_pull.run", fail)
-    with pytest.raises(AssertionError):
-        cli.main(["pull"])
-
-
-def test_generate_prints_prompts_and_answers(llm: type[FakeLLM], capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["generate", "m", "abc", "[red]x[/]", "--seed", "3", "--temperature", "0"]) == 0
-    captured = capsys.readouterr()
-    assert captured.out == "Prompt: abc\nAnswer: 3 characters\n\nPrompt: [red]x[/]\nAnswer: 9 characters\n\n"
-    assert captured.err.startswith("2 prompts, 12 tokens read, 26 written in ")
-    assert captured.err.endswith(" tokens/s\n")
-    assert llm.made_with == get_fields(EngineConfig("m", seed=3))
-    assert llm.params == SamplingParams(temperature=0.0, max_tokens=256)
-
-
-def test_generate_with_the_chat_template(llm: type[FakeLLM], capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["generate", "m", "hi", "--chat"]) == 0
-    assert capsys.readouterr().out == "Prompt: hi\nAnswer: 1 message: hi\n\n"
-
-
-def test_generate_reads_standard_input(
-    llm: type[FakeLLM], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+def test_bug_is_called_one_and_fits_on_a_screen(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(sys, "stdin", io.StringIO("one\n\n  two\r\n"))
-    assert cli.main(["generate", "m"]) == 0
-    assert capsys.readouterr().out == "Prompt: one\nAnswer: 3 characters\n\nPrompt:   two\nAnswer: 5 characters\n\n"
+    fail_with(RuntimeError("\n\n".join(f"line {number}" for number in range(500))), monkeypatch)
+    assert cli.main(["pull"]) == 1
+    message = capsys.readouterr().err
+    assert message.startswith("error: RuntimeError: line 0\nline 1\n")
+    assert "it is a bug of jaxllm" in message
+    assert len(message.splitlines()) < 20
+    assert cli.main(["pull", "--debug"]) == 1
+    assert "Traceback" in capsys.readouterr().err
 
 
-def test_generate_without_a_prompt(
-    llm: type[FakeLLM], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize("error", [MemoryError(), RuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 9 bytes")])
+def test_lack_of_memory_is_not_a_bug(
+    error: Exception, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(sys, "stdin", io.StringIO("\n"))
-    assert cli.main(["generate", "m"]) == 2
-    assert "error: there is no prompt" in capsys.readouterr().err
+    fail_with(error, monkeypatch)
+    assert cli.main(["pull"]) == 1
+    message = capsys.readouterr().err
+    assert "--max-model-len" in message
+    assert "bug" not in message
 
 
-def test_long_answer_is_not_wrapped(llm: type[FakeLLM], capsys: pytest.CaptureFixture[str]) -> None:
-    prompt = "word " * 100
-    assert cli.main(["generate", "m", prompt]) == 0
-    assert capsys.readouterr().out.splitlines()[0] == f"Prompt: {prompt}"
+def test_no_colours_in_files() -> None:
+    """Terminals are in test_cli_terminal.py."""
+    environment = {name: value for name, value in os.environ.items() if name != "FORCE_COLOR"}
+    code = "import sys; from jaxllm.serving.cli import main; sys.exit(main(['pull', 'nowhere']))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, env=environment)
+    assert done.returncode == 2
+    assert b"\x1b" not in done.stdout + done.stderr
+
+
+def test_reader_that_stops_early_is_no_error() -> None:
+    """As in `jaxllm generate --help | head -1`; the pipe is closed before anything is written."""
+    reading, writing = os.pipe()
+    os.close(reading)
+    code = "import sys; from jaxllm.serving.cli import main; sys.exit(main(['generate', '--help']))"
+    done = subprocess.run([sys.executable, "-c", code], stdout=writing, stderr=subprocess.PIPE)
+    os.close(writing)
+    assert (done.returncode, done.stderr) == (1, b"")
 
 
 def test_pull_lists_names(capsys: pytest.CaptureFixture[str]) -> None:

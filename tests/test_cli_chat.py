@@ -10,6 +10,8 @@ import pytest
 from jaxllm.outputs import CompletionOutput, RequestOutput
 from jaxllm.sampling_params import SamplingParams
 from jaxllm.serving import cli, cli_chat
+from jaxllm.serving.cli_chat_commands import COMMANDS, EXIT
+from jaxllm.serving.cli_params import NAMES
 
 Messages = Sequence[dict[str, str]]
 
@@ -33,6 +35,7 @@ class FakeEngine:
     def __init__(self, on_step: Callable[[str], None] = lambda word: None) -> None:
         self.tokenizer = FakeTokenizer()
         self.aborted: list[str] = []
+        self.params: list[SamplingParams] = []
         self._on_step = on_step
         self._requests: dict[str, Iterator[RequestOutput]] = {}
 
@@ -46,6 +49,7 @@ class FakeEngine:
         text = self.tokenizer.conversations[prompt[0]][-1]["content"]
         if len(text) > 40:
             raise ValueError("the prompt is too long: shorten it")
+        self.params.append(params)
         self._requests[request_id] = self._answer(request_id, text.split())
 
     def _answer(self, request_id: str, words: list[str]) -> Iterator[RequestOutput]:
@@ -96,11 +100,89 @@ def test_chat_streams(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFix
 
 def test_chat_reset_and_exit(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     engine = FakeEngine()
-    assert chat(monkeypatch, engine, "one\n/reset\n/help\ntwo\n/exit\nthree\n", "--system", "s") == 0
+    assert chat(monkeypatch, engine, "one\n/reset\ntwo\n/exit\nthree\n", "--system", "s") == 0
     assert [len(messages) for messages in engine.tokenizer.conversations] == [2, 2]
     captured = capsys.readouterr()
     assert captured.out == "one\ntwo\n"
-    assert "/help is not a command" in captured.err
+    assert captured.err == "The conversation is forgotten.\n"
+
+
+def test_help_lists_every_command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    chat(monkeypatch, FakeEngine(), "/help\n")
+    text = capsys.readouterr().err
+    for name in (*COMMANDS, EXIT):
+        assert f"\n{name} " in f"\n{text}"
+    assert max(map(len, text.splitlines())) <= 76, "it is not wrapped on a narrow terminal"
+
+
+@pytest.mark.parametrize(
+    ("line", "note"),
+    [
+        ("/sytem Be kind.", "error: /sytem is not a command: did you mean '/system'?"),
+        ("/x", "error: /x is not a command: use one of /system, /params, /reset, /help, /exit"),
+        ("/params temprature=1", "error: 'temprature' is not a sampling parameter: did you mean 'temperature'?"),
+        ("/params temperature=hot", "error: temperature='hot' is not valid: use 0 (greedy) or above"),
+        ("/params temperature=-1", "error: temperature=-1 is not valid: use 0 (greedy) or above"),
+        ("/params temperature", "error: 'temperature' is not a name and a value: write temperature=0.7, for example"),
+        ("/params top_k=5 top_p=2", "error: top_p=2 is not valid: use above 0"),
+        ("/params stop='a", "error: No closing quotation"),
+    ],
+)
+def test_command_with_a_mistake_changes_nothing(
+    line: str, note: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    engine = FakeEngine()
+    chat(monkeypatch, engine, f"{line}\nhi\n")
+    assert engine.params == [SamplingParams(max_tokens=512)]
+    assert capsys.readouterr().err.startswith(note)
+    assert len(engine.tokenizer.conversations[0]) == 1
+
+
+def test_params_are_set_and_shown(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    engine = FakeEngine()
+    words = """temperature=0.5 seed=3 stop=END max_tokens=None ignore_eos=True stop_token_ids=[1,2]"""
+    chat(monkeypatch, engine, f'hi\n/params {words}\nhi\n/params stop=\'["a b", "c"]\'\n/params\n', "--top-p", "0.9")
+    changed = SamplingParams(
+        temperature=0.5, seed=3, stop=("END",), max_tokens=None, ignore_eos=True, stop_token_ids=(1, 2), top_p=0.9
+    )
+    assert engine.params == [SamplingParams(max_tokens=512, top_p=0.9), changed]
+    notes = capsys.readouterr().err.splitlines()
+    shown = ["temperature=0.5", "seed=3", 'stop=["END"]', "max_tokens=None", "ignore_eos=true", "stop_token_ids=[1, 2]"]
+    assert notes[: len(shown)] == shown, "after a change, what was changed"
+    assert notes[len(shown)] == 'stop=["a b", "c"]'
+    assert len(notes) == len(shown) + 1 + len(NAMES), "without a change, everything"
+
+
+def test_system_is_set_shown_and_taken_away(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    engine = FakeEngine()
+    chat(monkeypatch, engine, '/system\n/system Be "kind".\none\n/system Be brief.\n/system\ntwo\n/system ""\nthree\n')
+    assert capsys.readouterr().err.splitlines() == [
+        "There are no instructions.",
+        'Instructions: Be "kind".',
+        "Instructions: Be brief.",
+        "Instructions: Be brief.",
+        "There are no instructions.",
+    ]
+    first, second, third = engine.tokenizer.conversations
+    assert first[0] == {"role": "system", "content": 'Be "kind".'}
+    assert second[0] == {"role": "system", "content": "Be brief."}
+    assert [message["role"] for message in second] == ["system", "user", "assistant", "user"]
+    assert [message["role"] for message in third] == ["user", "assistant", "user", "assistant", "user"]
+
+
+@pytest.mark.parametrize("line", [" /reset", "/usr/bin is a folder", "a /reset"])
+def test_message_with_a_slash(line: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = FakeEngine()
+    chat(monkeypatch, engine, f"{line}\n")
+    assert engine.tokenizer.conversations == [[{"role": "user", "content": line.strip()}]]
+
+
+def test_backslash_continues_a_message(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = FakeEngine()
+    chat(monkeypatch, engine, "one\\\n  two\\\n\nthree\\\n")
+    assert [messages[-1]["content"] for messages in engine.tokenizer.conversations] == ["one\n  two"]
 
 
 def raise_interrupt() -> None:
@@ -164,22 +246,29 @@ def test_interrupt_at_the_prompt_does_not_leave(
     assert cli.main(["chat", "m"]) == 0
     captured = capsys.readouterr()
     assert captured.out == "hi\n"
-    assert "Ctrl-D leaves" in captured.err
+    assert "Ctrl-D or /exit leaves" in captured.err
 
 
 def test_failed_turn_does_not_end_the_chat(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     engine = FakeEngine()
     assert chat(monkeypatch, engine, f"{'long ' * 20}\nshort\n") == 0
     captured = capsys.readouterr()
-    assert "error: the prompt is too long: shorten it" in captured.err
+    assert "error: the prompt is too long: shorten it (/reset forgets the conversation)" in captured.err
     assert engine.tokenizer.conversations[-1] == [{"role": "user", "content": "short"}]
+
+
+def test_message_that_is_no_text(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    engine = FakeEngine()
+    assert chat(monkeypatch, engine, "\udcff\nfine\n") == 0
+    assert "is no character" in capsys.readouterr().err
+    assert engine.tokenizer.conversations[-1] == [{"role": "user", "content": "fine"}]
 
 
 def test_answer_that_reached_its_limit_says_so(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     chat(monkeypatch, FakeEngine(), "it is cut\n")
-    assert "--max-tokens" in capsys.readouterr().err
+    assert "max_tokens=N" in capsys.readouterr().err
 
 
 def test_chat_needs_a_chat_template(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

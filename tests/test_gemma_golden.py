@@ -4,6 +4,7 @@ Real weights of several quantisations, a SentencePiece vocabulary, and a prompt 
 layers. scripts/make_gemma_golden.py made the values, by the rules of test_golden.py.
 """
 
+import itertools
 import json
 from pathlib import Path
 
@@ -39,7 +40,7 @@ def run(engine: LLMEngine, case) -> tuple[list[int], list[float]]:
         for output in engine.step():
             token_ids = output.outputs[0].token_ids
             totals.append(output.outputs[0].cumulative_logprob)
-    return token_ids, [after - before for before, after in zip(totals, totals[1:], strict=False)]
+    return token_ids, [after - before for before, after in itertools.pairwise(totals)]
 
 
 def test_prompt_ids_and_text(engine):

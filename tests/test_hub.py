@@ -88,6 +88,17 @@ def test_a_second_pull_does_nothing(index, register, monkeypatch):
     assert first.stat().st_mtime_ns == before.st_mtime_ns
 
 
+def test_what_the_licence_asks_for_is_said_when_the_model_is_fetched(index, register, capsys):
+    entry = make_entry([make_wheel(index, 1, CONTENTS[0])], CONTENTS[0])
+    register(dataclasses.replace(entry, licence_note="Subject to terms."))
+    hub.pull("tiny-model")
+    captured = capsys.readouterr()
+    assert captured.err.startswith("tiny-model: Subject to terms.\n"), "before the progress bars"
+    assert captured.out == ""
+    hub.pull("tiny-model")
+    assert capsys.readouterr().err == ""
+
+
 def test_a_file_of_the_wrong_size_is_replaced(index, register):
     entry = make_entry([make_wheel(index, 1, CONTENTS[0])], CONTENTS[0])
     register(entry)
@@ -174,6 +185,7 @@ def test_the_registry_is_consistent():
         assert "/" not in name
         assert len(entry.sha256) == 64
         assert all(len(part.sha256) == 64 and "==" in part.requirement for part in entry.parts)
+    assert "Gemma Terms of Use" in REGISTRY["gemma3-270m"].licence_note
 
 
 def test_cache_dir(monkeypatch, tmp_path):

@@ -93,6 +93,9 @@ def test_special_tokens_are_left_out(demo_tokenizer):
         ("smollm", "in 2018 I'm", ["in", " ", "2", "0", "1", "8", " I", "'m"]),
         ("llama-bpe", "in 12345 I'LL.\n\nx", ["in", " ", "123", "45", " I", "'LL", ".\n\n", "x"]),
         ("qwen2", "in 123 I'LL.\n\nx", ["in", " ", "1", "2", "3", " I", "'LL", ".\n\n", "x"]),
+        ("dbrx", "in 12345 I'LL.\n\nx", ["in", " ", "123", "45", " I", "'LL", ".\n\n", "x"]),
+        ("gpt-4o", "parseHTTPText I'LL 1234.\n/x", ["parse", "HTTPText", " I'LL", " ", "123", "4", ".\n/", "x"]),
+        ("tekken", "parseHTTPText I'm 12", ["parse", "HTTPText", " I", "'m", " ", "1", "2"]),
         ("default", "a $12345, b", ["a", " ", "$", "123", "45", ",", " b"]),
     ],
 )
@@ -142,9 +145,10 @@ def test_added_tokens_are_matched_as_a_whole():
     assert tokenizer.decode(ids, skip_special_tokens=False) == "he<tool></s>he"
 
 
-def test_the_end_token_is_special_whatever_its_type():
-    tokenizer = from_metadata(token_type=[1] * len(TOKENS))
-    assert tokenizer.special_ids == {0, 1}
+@pytest.mark.parametrize("end", ["eos_token_id", "eot_token_id", "eom_token_id"])
+def test_end_tokens_are_special_whatever_their_type(end):
+    tokenizer = from_metadata(token_type=[1] * len(TOKENS), **{"eos_token_id": 1, end: 2})
+    assert tokenizer.special_ids == {0, 1, 2} - ({1} if end == "eos_token_id" else set())
 
 
 def test_unknown_ids_decode_to_nothing():
@@ -157,8 +161,8 @@ def test_unknown_ids_decode_to_nothing():
 @pytest.mark.parametrize(
     ("changes", "named"),
     [
-        ({"tokenizer.ggml.pre": "tekken"}, ["tokenizer.ggml.pre='tekken'", "smollm", "tokenizer="]),
-        ({"tokenizer.ggml.model": "rwkv"}, ["tokenizer.ggml.model='rwkv'", "gpt2", "tokenizer="]),
+        ({"tokenizer.ggml.pre": "bloom"}, ["tokenizer.ggml.pre='bloom'", "smollm", "tokenizer="]),
+        ({"tokenizer.ggml.model": "rwkv"}, ["tokenizer.ggml.model='rwkv'", "gpt2", "llama", "tokenizer="]),
     ],
 )
 def test_unknown_kinds_are_refused(changes, named):

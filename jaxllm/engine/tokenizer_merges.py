@@ -15,7 +15,7 @@ import logging
 import os
 import tempfile
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -47,73 +47,29 @@ def derive_merges(pieces: Sequence[str], scores: Sequence[float]) -> list[tuple[
     Pieces of equal score count in the order of the vocabulary: that is the order in which a file without real
     scores lists them. A piece that no text ends up with has no pair.
     """
-    history = _History(piece for piece in pieces if len(piece) == 1)
-    everything = set(pieces)
-    waiting: dict[str, list[str]] = {}
-    """Pieces by a part of theirs that has a lower score than they have: once it is there, they are next."""
-    joined = [position for position, piece in enumerate(pieces) if len(piece) > 1]
-    for position in sorted(joined, key=lambda position: (-scores[position], position)):
-        turns = [pieces[position]]
-        for piece in turns:
-            if history.try_to_add(piece):
-                turns += waiting.pop(piece, ())
-            elif piece not in history.numbers:
-                for part in _missing_parts(piece, history.numbers, everything):
-                    waiting.setdefault(part, []).append(piece)
-    return history.merges
+    order = sorted(range(len(pieces)), key=lambda position: (-scores[position], position))
+    ranks = {pieces[position]: rank for rank, position in enumerate(order)}
+    pairs = (_last_pair(piece, ranks) for piece in ranks)
+    return [pair for pair in pairs if pair is not None]
 
 
-class _History:
-    """Which two pieces each piece is made of. A piece's number says when it comes to be."""
-
-    def __init__(self, characters: Iterable[str]):
-        self.numbers = {character: number for number, character in enumerate(characters)}
-        self.merges: list[tuple[str, str]] = []
-        self._num_characters = len(self.numbers)
-        self._parts: dict[int, tuple[int, int]] = {}
-        self._made: dict[tuple[int, int], int] = {}
-        """The reverse of _parts."""
-
-    def try_to_add(self, piece: str) -> bool:
-        """Adds the piece if it can be made now of two that are there."""
-        if piece in self.numbers:
-            return False
-        for cut in range(1, len(piece)):
-            left, right = self.numbers.get(piece[:cut]), self.numbers.get(piece[cut:])
-            if left is not None and right is not None and self._meet(left, right):
-                number = len(self.numbers)
-                self._parts[number] = left, right
-                self._made[left, right] = number
-                self.numbers[piece] = number
-                self.merges.append((piece[:cut], piece[cut:]))
-                return True
-        return False
-
-    def _meet(self, left: int, right: int) -> bool:
-        """Whether the two, one after the other in a text, both come to be.
-
-        Goes back in time, taking apart the one that came later. What stood at either side of the border at any
-        time must not have become a piece across it.
-        """
-        now = len(self.numbers)
-        while self._made.get((left, right), now) >= now:
-            if left < self._num_characters and right < self._num_characters:
-                return True
-            if left > right:
-                now = left
-                left = self._parts[left][1]
-            else:
-                # A pair that makes the very same piece further to the left has the right of way.
-                now = right + 1
-                right = self._parts[right][0]
-        return False
-
-
-def _missing_parts(piece: str, present: Mapping[str, int], everything: set[str]) -> list[str]:
-    """Parts that the piece could be made of later on."""
-    halves = [(piece[:cut], piece[cut:]) for cut in range(1, len(piece))]
-    possible = [pair for pair in halves if everything.issuperset(pair)]
-    return [part for part in dict.fromkeys(itertools.chain(*possible)) if part not in present]
+def _last_pair(piece: str, ranks: Mapping[str, int]) -> tuple[str, str] | None:
+    """What the piece's own text consists of before the last join; None if that is not two pieces."""
+    never = len(ranks)
+    parts = list(piece)
+    joins = [ranks.get(left + right, never) for left, right in itertools.pairwise(parts)]
+    while len(joins) > 1:
+        best = min(joins)
+        if best == never:
+            return None
+        at = joins.index(best)
+        parts[at : at + 2] = [parts[at] + parts[at + 1]]
+        del joins[at]
+        if at > 0:
+            joins[at - 1] = ranks.get(parts[at - 1] + parts[at], never)
+        if at < len(joins):
+            joins[at] = ranks.get(parts[at] + parts[at + 1], never)
+    return (parts[0], parts[1]) if joins and ranks.keys() >= set(parts) else None
 
 
 def _fingerprint(pieces: Sequence[str], scores: Sequence[float]) -> str:

@@ -239,6 +239,7 @@ GEMMA3 = Family(
         "final_logit_softcapping": 0.0,
     },
     gguf_unsaid=partial(_scale_of_27b, 62),
+    verified="gemma3-270m: greedy tokens against transformers; tiny model: logits",
 )
 """Gemma 3 of 270M and 1B."""
 

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int
 
-from jaxllm.kernels.ragged_paged_attention import prepare_attention
+from jaxllm.kernels.ragged_paged_attention import Sizes, prepare_attention
 from jaxllm.models.attention import LayerCache, Placement
 from jaxllm.models.transformer import Decoder
 from jaxllm.runner.device_state import DeviceState, SamplingState
@@ -59,7 +59,9 @@ def apply_changes(state: DeviceState, step: StepInput) -> DeviceState:
     seats = step.admitted_seats
     fields = zip(state.sampling, step.admitted, strict=True)
     sampling = SamplingState(*(old.at[seats].set(new) for old, new in fields))
-    return state._replace(block_table=table, sampling=sampling, seen=state.seen.at[seats].set(False))
+    # As a mask over all seats: a scatter of whole rows, most of them to the trash seat, takes 100 ms on a GPU.
+    fresh = jnp.zeros(state.seen.shape[0], jnp.bool_).at[seats].set(True)
+    return state._replace(block_table=table, sampling=sampling, seen=state.seen & ~fresh[:, None])
 
 
 def lay_out_tokens(state: DeviceState, step: StepInput) -> Tokens:
@@ -82,9 +84,7 @@ def place_tokens(model: Decoder, state: DeviceState, step: StepInput, tokens: To
         state.block_table[step.seats],
         step.context_lens,
         step.query_start,
-        num_tokens=tokens.ids.shape[0],
-        block_size=block_size,
-        group=model.config.group_size,
+        sizes=Sizes(tokens.ids.shape[0], block_size, model.config.group_size, model.config.head_dim),
         backend=model.setting.attention_backend,
     )
     return Placement(
