@@ -60,7 +60,13 @@ class SamplingParams:
         _check("temperature", self.temperature, float, lambda v: 0 <= v < math.inf, "0 (greedy) or above")
         _check("top_p", self.top_p, float, lambda v: 0 < v <= 1, "above 0 and at most 1 (1 keeps every token)")
         _check("top_k", self.top_k, int, lambda v: v >= -1, "a whole number of 1 or above, or 0 for every token")
-        _check("repetition_penalty", self.repetition_penalty, float, lambda v: 0 < v < math.inf, "a number above 0 (1 is off)")
+        _check(
+            "repetition_penalty",
+            self.repetition_penalty,
+            float,
+            lambda v: 0 < v < math.inf,
+            "a number above 0 (1 is off)",
+        )
         if self.seed is not None:
             _check("seed", self.seed, int, lambda v: True, "a whole number, or None for one that is drawn")
 

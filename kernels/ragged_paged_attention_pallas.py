@@ -76,7 +76,9 @@ def prepare(block_tables, kv_lens, cu_q_lens, sizes: Sizes) -> DecodeWork | Chun
     num_splits = jnp.where(valid, position // SPLIT + 1, 0)
     ends = jnp.cumsum(num_splits)
     items = jnp.arange(num_tokens * -(-block_tables.shape[1] * sizes.block_size // SPLIT))
-    token = jnp.minimum(jnp.searchsorted(ends, items, side="right", method="compare_all"), num_tokens - 1).astype(jnp.int32)
+    token = jnp.minimum(jnp.searchsorted(ends, items, side="right", method="compare_all"), num_tokens - 1).astype(
+        jnp.int32
+    )
     first_item = jnp.concatenate([jnp.zeros(1, ends.dtype), ends])
     split = items - first_item[token]
     return DecodeWork(ends[-1:], token, split, first_item, position, tiles.row, block_tables)

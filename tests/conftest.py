@@ -7,8 +7,15 @@ from pathlib import Path
 
 import jax
 import pytest
+from jaxtyping import install_import_hook
 
-from jaxllm.models.hub import pull
+# The named axes of every array in these modules are checked, in tests only.
+install_import_hook(
+    ["jaxllm.kernels", "jaxllm.models.rope", "jaxllm.models.layers", "jaxllm.runner.sampler"],
+    "beartype.beartype",
+)
+
+from jaxllm.models.hub import pull  # noqa: E402 - after the hook
 
 # A GPU in the machine is left to the tests that are marked for it.
 jax.config.update("jax_num_cpu_devices", 8)

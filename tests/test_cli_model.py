@@ -15,7 +15,7 @@ from jaxllm.serving import cli
 
 type Capture = pytest.CaptureFixture[str]
 
-FLAGS = ["--max-model-len", "64", "--max-num-seqs", "4", "--max-num-batched-tokens", "16", "--no-compilation-cache"]
+FLAGS = ["--max-model-len", "64", "--max-num-seqs", "4", "--enforce-eager"]
 
 
 def write_broken(folder: Path, **config: object) -> Path:
@@ -47,7 +47,7 @@ def test_answers_are_those_of_llm(tmp_path: Path, capsys: Capture) -> None:
     files = ["--input", str(prompts), "--output", str(answers)]
     assert cli.main(["generate", str(model), *files, *FLAGS, "--seed", "5", "--max-tokens", "8"]) == 0
     assert "3 prompts" in capsys.readouterr().err
-    fields = {"max_model_len": 64, "max_num_seqs": 4, "max_num_batched_tokens": 16, "compilation_cache": False}
+    fields = {"max_model_len": 64, "max_num_seqs": 4, "enforce_eager": True}
     with LLM(str(model), seed=5, **fields) as llm:
         chat = llm.get_tokenizer().encode_chat([{"role": "user", "content": "hi"}])
         params = [

@@ -2,9 +2,10 @@
 
 import os
 import pty
+import re
+import select
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -21,7 +22,8 @@ with edit_lines():
             break
 """
 UP = "\x1b[A"
-CTRL_D = "\x04"
+COLOUR = re.compile(r"\x1b\[(\d+;)*[39][0-7]m")
+MAX_SECONDS = 60
 
 
 class Terminal:
@@ -29,37 +31,48 @@ class Terminal:
 
     def __init__(self, code: str, **variables: str) -> None:
         keep = {name: value for name, value in os.environ.items() if name not in ("NO_COLOR", "FORCE_COLOR")}
-        self._main, ours = pty.openpty()
+        self.keyboard, ours = pty.openpty()
         environment = keep | {"TERM": "xterm-256color"} | variables
         self._process = subprocess.Popen(
             [sys.executable, "-c", code], stdin=ours, stdout=ours, stderr=ours, env=environment, start_new_session=True
         )
         os.close(ours)
         self.shown = ""
+        self._seen = 0
 
-    def type(self, keys: str, until: str) -> None:
-        """Press keys, then wait for a text to be shown behind what was shown before."""
-        start = len(self.shown)
-        os.write(self._main, keys.encode())
-        self.wait_for(until, start)
+    def say(self, keys: str, reply: str) -> None:
+        """Press keys when the program waits for them, then wait for what it replies."""
+        self.wait_for("> ")
+        os.write(self.keyboard, keys.encode())
+        self.wait_for(reply)
 
-    def wait_for(self, text: str, start: int = 0) -> None:
-        deadline = time.monotonic() + 60
-        while text not in self.shown[start:]:
-            assert time.monotonic() < deadline, f"{text!r} was not shown: {self.shown!r}"
-            assert self._read(), f"{text!r} was not shown: {self.shown!r}"
+    def wait_for(self, text: str) -> None:
+        """Wait until a text is shown behind the last one that was waited for."""
+        while text not in self.shown[self._seen :]:
+            assert self._read(), f"{text!r} was not shown: {self.shown[self._seen :]!r}"
+        self._seen = self.shown.index(text, self._seen) + len(text)
 
-    def end(self, keys: str = "") -> int:
-        """Press keys and wait for the program's exit code."""
-        os.write(self._main, keys.encode())
+    def leave(self) -> int:
+        """Press Ctrl-D when the program waits for a line; returns its exit code."""
+        self.wait_for("> ")
+        os.write(self.keyboard, b"\x04")
+        return self.end()
+
+    def end(self) -> int:
+        """Wait for the end of the program; returns its exit code."""
         while self._read():
             pass
-        os.close(self._main)
-        return self._process.wait(timeout=60)
+        os.close(self.keyboard)
+        return self._process.wait(timeout=MAX_SECONDS)
 
     def _read(self) -> bool:
+        """Take what is shown next; whether there was something."""
+        ready, _, _ = select.select([self.keyboard], [], [], MAX_SECONDS)
+        if not ready:
+            self._process.kill()
+            pytest.fail(f"nothing happened after {self.shown!r}")
         try:
-            data = os.read(self._main, 65536)
+            data = os.read(self.keyboard, 65536)
         except OSError:  # the program has ended
             return False
         self.shown += data.decode()
@@ -69,34 +82,31 @@ class Terminal:
 def test_history_reaches_the_next_conversation(tmp_path: Path) -> None:
     cache = tmp_path / "cache"
     terminal = Terminal(READ_MESSAGES, JAXLLM_CACHE=str(cache), NO_COLOR="1")
-    terminal.wait_for("> ")
-    terminal.type("first\r", "'first'")
-    terminal.type("second\r", "'second'")
-    assert terminal.end(CTRL_D) == 0
+    terminal.say("first\r", "'first'")
+    terminal.say("second\r", "'second'")
+    assert terminal.leave() == 0
     assert (cache / "chat-history").read_text() == "first\nsecond\n"
     assert (cache / "chat-history").stat().st_mode & 0o777 == 0o600, "nobody else's business"
 
     terminal = Terminal(READ_MESSAGES, JAXLLM_CACHE=str(cache), NO_COLOR="1")
-    terminal.wait_for("> ")
-    terminal.type(f"{UP}{UP}!\r", "'first!'")
-    assert terminal.end(CTRL_D) == 0
+    terminal.say(f"{UP}{UP}!\r", "'first!'")
+    assert terminal.leave() == 0
 
 
 def test_paste_of_several_lines_is_one_message(tmp_path: Path) -> None:
     terminal = Terminal(READ_MESSAGES, JAXLLM_CACHE=str(tmp_path))
-    terminal.wait_for("> ")
-    terminal.type("\x1b[200~one\ntwo\x1b[201~\r", r"'one\ntwo'")
-    terminal.type("three \\\r", "... ")
-    terminal.type("four\r", r"'three \nfour'")
-    assert terminal.end(CTRL_D) == 0
+    terminal.say("\x1b[200~one\ntwo\x1b[201~\r", r"'one\ntwo'")
+    terminal.say("three \\\r", "... ")
+    os.write(terminal.keyboard, b"four\r")
+    terminal.wait_for(r"'three \nfour'")
+    assert terminal.leave() == 0
 
 
 def test_cache_folder_that_cannot_be_written(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("in the way")
     terminal = Terminal(READ_MESSAGES, JAXLLM_CACHE=str(tmp_path / "file"))
-    terminal.wait_for("> ")
-    terminal.type("hi\r", "'hi'")
-    assert terminal.end(CTRL_D) == 0
+    terminal.say("hi\r", "'hi'")
+    assert terminal.leave() == 0
     assert "the history was not kept" in terminal.shown
 
 
@@ -109,9 +119,8 @@ def test_colours(variables: dict[str, str], coloured: bool, tmp_path: Path) -> N
     for arguments in (["pull", "nowhere"], ["pull", "--x"]):
         terminal = Terminal(f"from jaxllm.serving import cli; cli.main({arguments})", **variables)
         terminal.end()
-        assert ("\x1b[" in terminal.shown) is coloured
+        assert bool(COLOUR.search(terminal.shown)) is coloured
 
     terminal = Terminal(READ_MESSAGES, JAXLLM_CACHE=str(tmp_path), **variables)
-    terminal.wait_for("> ")
-    assert ("\x1b[1;36m> " in terminal.shown) is coloured
-    assert terminal.end(CTRL_D) == 0
+    assert terminal.leave() == 0
+    assert bool(COLOUR.search(terminal.shown)) is coloured

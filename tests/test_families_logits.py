@@ -15,7 +15,7 @@ import pytest
 from jax.sharding import Mesh
 
 from jaxllm.config import CacheSize
-from jaxllm.kernels.ragged_paged_attention import prepare_attention
+from jaxllm.kernels.ragged_paged_attention import Sizes, prepare_attention
 from jaxllm.models.attention import Placement
 from jaxllm.models.checkpoint import open_checkpoint
 from jaxllm.models.layers import Setting
@@ -75,9 +75,7 @@ def run(model, cache, token_ids, start, count, table):
         table,
         jnp.array([start + count]),
         jnp.array([0, count]),
-        num_tokens=token_ids.shape[0],
-        block_size=BLOCK_SIZE,
-        group=model.config.group_size,
+        sizes=Sizes(token_ids.shape[0], BLOCK_SIZE, model.config.group_size, model.config.head_dim),
     )
     blocks = jnp.where(index < count, table[0, positions // BLOCK_SIZE], 0)
     hidden, cache = model(token_ids, positions, cache, Placement(blocks, positions % BLOCK_SIZE, work))

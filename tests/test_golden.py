@@ -4,6 +4,7 @@ The values were computed in float32 with the same dequantised weights. Where the
 nearer than 0.002 another order of summation may pick the other one; an answer is compared up to there.
 """
 
+import itertools
 import json
 from pathlib import Path
 
@@ -54,7 +55,7 @@ def test_tokens_and_logprobs(engine):
     for index, case in enumerate(GOLDEN):
         count, steps = num_comparable(case), totals[str(index)]
         assert final[str(index)].token_ids[:count] == case["gen"][:count], case["prompt"]
-        logprobs = [after - before for before, after in zip(steps, steps[1:], strict=False)]
+        logprobs = [after - before for before, after in itertools.pairwise(steps)]
         pairs = zip(logprobs[:count], case["logprobs"][:count], strict=True)
         worst = max(worst, *(abs(ours - theirs) for ours, theirs in pairs))
     print(f"{sum(map(num_comparable, GOLDEN))} tokens compared, largest difference of a log-probability {worst:.1e}")

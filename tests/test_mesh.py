@@ -8,12 +8,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax._src import xla_bridge
 from jax.sharding import Mesh, PartitionSpec
 
 from jaxllm.config import EngineConfig, ModelConfig
 from jaxllm.models.layers import Setting
 from jaxllm.models.parameters import define_model
-from jaxllm.parallel.mesh import MEMORY_FRACTION, TENSOR_AXIS, check_divides, make_mesh, reserve_device_memory
+from jaxllm.parallel.mesh import MEMORY_FRACTIONS, TENSOR_AXIS, check_divides, make_mesh, prepare_devices
 from jaxllm.parallel.sharding import named_sharding, partition_spec, replicated
 
 MODEL = ModelConfig(
@@ -130,20 +131,34 @@ def test_axes_have_a_rule_each():
     assert not named_sharding(mesh, ("vocab",)).is_fully_replicated
 
 
-def test_memory_is_reserved_before_jax_starts(monkeypatch):
-    from jax._src import xla_bridge
-
-    monkeypatch.setenv(MEMORY_FRACTION, "0.1")
-    reserve_device_memory(EngineConfig("m", gpu_memory_utilization=0.5))  # JAX runs on a CPU: there is nothing to do
-    assert os.environ[MEMORY_FRACTION] == "0.1"
+@pytest.fixture
+def before_jax_starts(monkeypatch):
     monkeypatch.setattr(xla_bridge, "backends_are_initialized", lambda: False)
-    reserve_device_memory(EngineConfig("m", gpu_memory_utilization=0.5))
-    assert os.environ[MEMORY_FRACTION] == "0.5"
+    for name in MEMORY_FRACTIONS:
+        monkeypatch.delenv(name, raising=False)
+
+
+def test_memory_is_reserved_before_jax_starts(before_jax_starts, monkeypatch):
+    prepare_devices(EngineConfig("m", gpu_memory_utilization=0.5))
+    assert os.environ.pop(MEMORY_FRACTIONS[0]) == "0.5"
+
+
+def test_what_the_user_set_is_left_alone(before_jax_starts, monkeypatch):
+    monkeypatch.setenv(MEMORY_FRACTIONS[1], "0.3")
+    prepare_devices(EngineConfig("m", gpu_memory_utilization=0.5))
+    assert MEMORY_FRACTIONS[0] not in os.environ and os.environ[MEMORY_FRACTIONS[1]] == "0.3"
+
+
+def test_an_engine_on_a_cpu_takes_no_gpu(before_jax_starts):
+    prepare_devices(EngineConfig("m", device="cpu"))
+    assert jax.config.jax_platforms == "cpu" and MEMORY_FRACTIONS[0] not in os.environ
 
 
 def test_memory_that_is_reserved_too_late_is_an_error(monkeypatch):
-    monkeypatch.setenv(MEMORY_FRACTION, "0.9")
+    prepare_devices(EngineConfig("m", gpu_memory_utilization=0.5))  # JAX runs on a CPU: there is nothing to do
+    monkeypatch.setenv(MEMORY_FRACTIONS[0], "0.90")
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
-    reserve_device_memory(EngineConfig("m", gpu_memory_utilization=0.9))
-    with pytest.raises(ValueError, match=r"gpu_memory_utilization=0.5 comes too late.*XLA_CLIENT_MEM_FRACTION=0.5"):
-        reserve_device_memory(EngineConfig("m", gpu_memory_utilization=0.5))
+    prepare_devices(EngineConfig("m", gpu_memory_utilization=0.9))
+    with pytest.raises(ValueError, match=r"gpu_memory_utilization=0.5 comes too late"):
+        prepare_devices(EngineConfig("m", gpu_memory_utilization=0.5))
+    prepare_devices(EngineConfig("m", gpu_memory_utilization=0.5, device="cpu"))

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from jaxllm.kernels import ragged_paged_attention_xla as xla
-from jaxllm.kernels.ragged_paged_attention import prepare_attention, ragged_paged_attention
+from jaxllm.kernels.ragged_paged_attention import Sizes, prepare_attention, ragged_paged_attention
 
 FLOAT32_ERROR = 2e-6
 BFLOAT16_ERROR = 2.0**-8
@@ -240,7 +240,7 @@ def test_the_loop_covers_the_longest_context_of_the_batch_and_no_more():
 
     @partial(jax.jit, static_argnames="window")
     def context_tiles(*arrays, window):
-        work = prepare_attention(*arrays, num_tokens=80, block_size=16, group=2)
+        work = prepare_attention(*arrays, sizes=Sizes(80, 16, 2, 64))
         return xla.context_tiles(work.tiles, xla.CONTEXT_TILE, window)
 
     def trips(rows, window=None):

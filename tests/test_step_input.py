@@ -21,6 +21,7 @@ from jaxllm.sampling_params import MAX_SUPPRESSED_TOKEN_IDS, SamplingParams
 from jaxllm.scheduling.plan import PlanRow, StepPlan
 
 BLOCK_SIZE, NUM_SEATS, MAX_BLOCKS, VOCAB = 4, 6, 10, 100
+NUM_BLOCKS = 1000
 TRASH = NUM_SEATS
 MAX_LEN = BLOCK_SIZE * MAX_BLOCKS
 LAYOUTS = {
@@ -233,8 +234,10 @@ def all_parts(state: DeviceState, step: StepInput, sampled: Sample):
     """The parts of `run_step` around the model, one after the other."""
     changed = apply_changes(state, step)
     tokens = lay_out_tokens(changed, step)
-    model = SimpleNamespace(setting=SimpleNamespace(attention_backend="xla"), config=SimpleNamespace(group_size=2))
-    placement = place_tokens(model, changed, step, tokens, BLOCK_SIZE)
+    model = SimpleNamespace(
+        setting=SimpleNamespace(attention_backend="xla"), config=SimpleNamespace(group_size=2, head_dim=64)
+    )
+    placement = place_tokens(model, changed, step, tokens, (NUM_BLOCKS, BLOCK_SIZE))
     return changed, tokens, placement, remember(changed, step, sampled)
 
 
@@ -285,7 +288,7 @@ def test_every_token_knows_its_seat_and_position(layout, rng):
 
 @each_layout
 @plans
-def test_every_token_has_its_slot_and_padding_the_null_block(layout, rng):
+def test_every_token_has_its_slot_and_padding_none(layout, rng):
     plan, _, (after, tokens, placement, _) = run_parts(rng, layout)
     slots = list(zip(placement.block.tolist(), placement.offset.tolist(), strict=True))
     expected = [
@@ -294,7 +297,7 @@ def test_every_token_has_its_slot_and_padding_the_null_block(layout, rng):
         for position in range(row.start, row.end)
     ]
     assert slots[: len(expected)] == expected
-    assert all(block == 0 for block, _ in slots[len(expected) :])
+    assert all(block == NUM_BLOCKS for block, _ in slots[len(expected) :]), "padding would be written"
     work = placement.attention_work
     assert sorted(work.tiles.position[work.tiles.valid].tolist()) == sorted(tokens.position[tokens.valid].tolist())
 

@@ -99,9 +99,7 @@ class Oracle:
         return [name.removeprefix(start).removesuffix(".weight") for name in self.weights if name.startswith(start)]
 
     def _attention(self, h: np.ndarray, named: dict[str, np.ndarray]) -> np.ndarray:
-        q, k, v = (
-            (h @ named[f"self_attn.{name}_proj"].T).reshape(len(h), -1, HEAD_DIM) for name in ("q", "k", "v")
-        )
+        q, k, v = ((h @ named[f"self_attn.{name}_proj"].T).reshape(len(h), -1, HEAD_DIM) for name in ("q", "k", "v"))
         q, k = _rotate(q), _rotate(k).repeat(HEADS // KV_HEADS, axis=1)
         scores = np.einsum("qhd,khd->hqk", q, k) / np.sqrt(HEAD_DIM)
         scores = np.where(np.tri(len(h), dtype=bool), scores, -np.inf)

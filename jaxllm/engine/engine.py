@@ -21,7 +21,7 @@ from jaxllm.models.checkpoint import open_checkpoint
 from jaxllm.models.hub import resolve_model
 from jaxllm.models.loader import load_params
 from jaxllm.outputs import RequestOutput
-from jaxllm.parallel.mesh import check_divides, make_mesh, reserve_device_memory
+from jaxllm.parallel.mesh import check_divides, make_mesh, prepare_devices
 from jaxllm.request import FinishReason, Request
 from jaxllm.runner.model_runner import ModelRunner
 from jaxllm.sampling_params import MAX_SUPPRESSED_TOKEN_IDS, SamplingParams
@@ -59,7 +59,7 @@ class LLMEngine:
         started = time.perf_counter()
         config = EngineConfig(model, **fields)
         path = resolve_model(model)
-        reserve_device_memory(config)
+        prepare_devices(config)
         with open_checkpoint(path) as checkpoint:
             mesh = make_mesh(config)
             check_divides(checkpoint.config, config.tensor_parallel_size)

@@ -32,7 +32,7 @@ class Placement(NamedTuple):
     """Where the tokens of a step belong; the same for every layer."""
 
     block: Int[Array, " tokens"]
-    """Block each token's K/V is written to; padding tokens write to the null block."""
+    """Block each token's K/V is written to; padding tokens name one past the last, which is dropped."""
     offset: Int[Array, " tokens"]
     """Place in that block."""
     attention_work: Work
@@ -95,4 +95,4 @@ def _write_and_attend(read, q, k, v, cache: LayerCache, placement: Placement) ->
 
 def _write(pages: Array, new: Array, placement: Placement) -> Array:
     slots = (placement.block, placement.offset)
-    return pages.at[slots].set(new.astype(pages.dtype), mode="promise_in_bounds")
+    return pages.at[slots].set(new.astype(pages.dtype), mode="drop", unique_indices=True)

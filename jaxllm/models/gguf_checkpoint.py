@@ -18,6 +18,7 @@ from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 
 from jaxllm.config import ModelConfig
 from jaxllm.models.families import Family, NameMap, family_of_gguf
+from jaxllm.models.gguf_config import with_rope_tensors
 from jaxllm.models.gguf_file import GgufHeader, GgufTensor, read_gguf_header
 from jaxllm.models.hf_config import StoredDType
 
@@ -80,11 +81,8 @@ class GgufCheckpoint:
 
     def _read_config(self, header: GgufHeader) -> ModelConfig:
         config = self.family.config_from_gguf(header.metadata, self.shapes)
-        rope = config.rope
-        if "rope_freqs.weight" in self.shapes:
-            factors = tuple(self._dequantise("rope_freqs.weight").tolist())
-            rope = dataclasses.replace(rope, freq_factors=factors)
-        return dataclasses.replace(config, rope=rope, dtype=_stored_dtype(header))
+        config = with_rope_tensors(config, self.shapes, self._dequantise)
+        return dataclasses.replace(config, dtype=_stored_dtype(header))
 
     def _dequantise(self, name: str) -> np.ndarray:
         assert self._bytes is not None, f"{self.path} was closed"

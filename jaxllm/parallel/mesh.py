@@ -16,24 +16,34 @@ from jax.sharding import Mesh
 from jaxllm.config import EngineConfig, ModelConfig
 
 TENSOR_AXIS = "tensor"
-MEMORY_FRACTION = "XLA_CLIENT_MEM_FRACTION"
+MEMORY_FRACTIONS = ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION")
+"""New and old name of the variable; only one may be set."""
+DEFAULT_FRACTION = 0.75
 
 
-def reserve_device_memory(config: EngineConfig) -> None:
-    """Tells XLA which share of a GPU's memory to preallocate, which it can be told only before JAX starts.
+def prepare_devices(config: EngineConfig) -> None:
+    """Tells XLA what it can be told only before JAX starts: the share of a GPU's memory to take, or to take none.
+
+    A share that the user set in the environment is left alone.
 
     Raises:
         ValueError: JAX already runs on a GPU with another share.
     """
-    share = str(config.gpu_memory_utilization)
+    on_cpu = config.device is not None and config.device.startswith("cpu")
+    chosen = [name for name in MEMORY_FRACTIONS if name in os.environ]
     # JAX has no public way to ask whether it started without starting it.
     if not xla_bridge.backends_are_initialized():
-        os.environ[MEMORY_FRACTION] = share
-    elif jax.default_backend() == "gpu" and os.environ.get(MEMORY_FRACTION) != share:
-        raise ValueError(
-            f"gpu_memory_utilization={share} comes too late: JAX already uses the GPU. Make the engine before the "
-            f"first JAX call, or set {MEMORY_FRACTION}={share} in the environment"
-        )
+        if on_cpu:
+            jax.config.update("jax_platforms", "cpu")
+        elif not chosen:
+            os.environ[MEMORY_FRACTIONS[0]] = str(config.gpu_memory_utilization)
+    elif not on_cpu and jax.default_backend() == "gpu":
+        share = float(os.environ[chosen[0]]) if chosen else DEFAULT_FRACTION
+        if share != config.gpu_memory_utilization:
+            raise ValueError(
+                f"gpu_memory_utilization={config.gpu_memory_utilization} comes too late: JAX already uses the GPU, with "
+                f"{share}. Make the engine before the first JAX call, or set {MEMORY_FRACTIONS[0]} in the environment"
+            )
 
 
 def make_mesh(config: EngineConfig) -> Mesh:

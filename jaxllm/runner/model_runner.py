@@ -62,6 +62,7 @@ class ModelRunner:
 
     def __init__(self, config: EngineConfig, model: ModelConfig, mesh: Mesh):
         assert config.max_model_len and config.max_num_seqs and config.max_num_batched_tokens, "unresolved defaults"
+        model = model.for_context(config.max_model_len)
         self.config, self.model, self.mesh = config, model, mesh
         self.dtype = jnp.dtype(config.dtype)
         self.platform = mesh.devices.flat[0].platform

@@ -55,9 +55,7 @@ def sample(
     return Sample(token_ids, chosen - jax.nn.logsumexp(logits, axis=-1))
 
 
-def _choose(
-    logits: Array, sampling: SamplingState, seen: Array, lengths: Array, unroll: bool
-) -> Int[Array, " rows"]:
+def _choose(logits: Array, sampling: SamplingState, seen: Array, lengths: Array, unroll: bool) -> Int[Array, " rows"]:
     """Gumbel-max: the argmax of perturbed logits is a sample; greedy rows take the unperturbed argmax."""
     adjusted = _suppress_stops(_penalize(logits, sampling.repetition_penalty, seen), sampling, lengths)
     greedy = sampling.temperature == 0

@@ -37,8 +37,9 @@ def run_step(
     with jax.named_scope("prepare"):
         state = apply_changes(state, step)
         tokens = lay_out_tokens(state, step)
-        state = state._replace(seen=state.seen.at[tokens.seat, tokens.ids].set(True))
-        placement = place_tokens(model, state, step, tokens, cache[0].keys.shape[1])
+        seats = jnp.where(tokens.valid, tokens.seat, state.seen.shape[0])
+        state = state._replace(seen=state.seen.at[seats, tokens.ids].set(True, mode="drop"))
+        placement = place_tokens(model, state, step, tokens, cache[0].keys.shape)
     hidden, cache = model(tokens.ids, tokens.position, cache, placement)
     last = jnp.maximum(step.query_start[1:] - 1, 0)
     logits = model.logits(hidden[last])
@@ -77,8 +78,14 @@ def lay_out_tokens(state: DeviceState, step: StepInput) -> Tokens:
     return Tokens(ids, seat, jnp.where(valid, position, 0), valid)
 
 
-def place_tokens(model: Decoder, state: DeviceState, step: StepInput, tokens: Tokens, block_size: int) -> Placement:
-    """Looks up the slot of every token (padding goes to the null block), and prepares attention for all layers."""
+def place_tokens(
+    model: Decoder, state: DeviceState, step: StepInput, tokens: Tokens, cache_shape: tuple[int, ...]
+) -> Placement:
+    """Looks up the slot of every token, and prepares attention for all layers.
+
+    Padding tokens have no slot: if they shared one, a GPU would write them one after the other, for 100 ms.
+    """
+    num_blocks, block_size = cache_shape[:2]
     block = state.block_table[tokens.seat, tokens.position // block_size]
     work = prepare_attention(
         state.block_table[step.seats],
@@ -88,7 +95,7 @@ def place_tokens(model: Decoder, state: DeviceState, step: StepInput, tokens: To
         backend=model.setting.attention_backend,
     )
     return Placement(
-        block=jnp.where(tokens.valid, block, 0),
+        block=jnp.where(tokens.valid, block, num_blocks),
         offset=tokens.position % block_size,
         attention_work=work,
     )
