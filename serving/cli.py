@@ -42,8 +42,11 @@ _UNEXPECTED = (
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command line (by default this process's); returns the exit code."""
     try:
-        command = parse(arguments)
-        return _run(command)
+        try:
+            return _run(parse(arguments))
+        finally:
+            # Not left to Python's end, which reports it where a reader like `head` has gone.
+            sys.stdout.flush()
     except KeyboardInterrupt:
         # On a line of its own, behind a progress bar and the terminal's ^C.
         print("\ninterrupted" if sys.stderr.isatty() else "interrupted", file=sys.stderr)

@@ -19,9 +19,7 @@ from jaxllm.serving.cli_flags import get_fields
 from jaxllm.serving.cli_input import check_text
 from jaxllm.serving.cli_terminal import edit_lines, is_interactive, read_message
 
-LENGTH_NOTE = (
-    "(the answer reached its length limit: /params max_tokens=N raises it, unless it is the model's longest text)"
-)
+LENGTH_NOTE = "(cut at its length limit; /params max_tokens=N raises it, up to the model's longest text)"
 
 
 def run(command: Chat) -> None:
@@ -70,7 +68,7 @@ def _take(line: str, conversation: Conversation, notes: Console) -> None:
         if finish_reason == FinishReason.ABORT:
             notes.print("(stopped)")
         elif finish_reason == FinishReason.LENGTH:
-            notes.print(LENGTH_NOTE, soft_wrap=True)
+            notes.print(LENGTH_NOTE)
 
 
 class Conversation:

@@ -104,7 +104,7 @@ def find_cache() -> Finding:
     if not folder.is_dir():
         return f"{_hide_home(folder)}, does not exist yet"
     sizes = [_size_of(Path(parent, name)) for parent, _, names in os.walk(folder) for name in names]
-    return f"{_hide_home(folder)}, {len(sizes)} files, {_show_size(sum(sizes))}"
+    return f"{_hide_home(folder)}, {len(sizes)} {'file' if len(sizes) == 1 else 'files'}, {_show_size(sum(sizes))}"
 
 
 PROBES: Mapping[str, Callable[[], Finding]] = {

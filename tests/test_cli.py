@@ -239,11 +239,12 @@ def test_no_colours_in_files() -> None:
     assert b"\x1b" not in done.stdout + done.stderr
 
 
-def test_reader_that_stops_early_is_no_error() -> None:
-    """As in `jaxllm generate --help | head -1`; the pipe is closed before anything is written."""
+@pytest.mark.parametrize("arguments", [["generate", "--help"], ["--help"], ["pull"]])
+def test_reader_that_stops_early_is_no_error(arguments: list[str]) -> None:
+    """As in `jaxllm pull | head -0`; the pipe is closed before anything is written."""
     reading, writing = os.pipe()
     os.close(reading)
-    code = "import sys; from jaxllm.serving.cli import main; sys.exit(main(['generate', '--help']))"
+    code = f"import sys; from jaxllm.serving.cli import main; sys.exit(main({arguments}))"
     done = subprocess.run([sys.executable, "-c", code], stdout=writing, stderr=subprocess.PIPE)
     os.close(writing)
     assert (done.returncode, done.stderr) == (1, b"")

@@ -49,6 +49,7 @@ class FakeLLM:
         return _encode("".join(f"<{message['role']}>{message['content']}" for message in messages))
 
     def make_request(self, request_id: str, prompt: Any, params: SamplingParams) -> tuple[None, SimpleNamespace]:
+        assert params.seed is not None, "a check that draws a seed would change the answers"
         prompt_ids = _encode(prompt) if isinstance(prompt, str) else prompt
         if len(prompt_ids) > MAX_PROMPT:
             raise ValueError(f"prompt has {len(prompt_ids)} tokens: shorten it")

@@ -36,6 +36,7 @@ def check_error(command: list[str], capsys: Capture) -> str:
     return captured.err
 
 
+@pytest.mark.slow
 def test_answers_are_those_of_llm(tmp_path: Path, capsys: Capture) -> None:
     model, prompts, answers = tmp_path / "model", tmp_path / "prompts.jsonl", tmp_path / "answers.jsonl"
     tiny_model.write_model(model)

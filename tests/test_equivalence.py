@@ -80,12 +80,12 @@ VARIANTS = {
     "chunks of 16": {"max_num_batched_tokens": 16},
     "few seats": {"max_num_seqs": 5, "block_size": 32},
     "preempted": {"num_gpu_blocks_override": 25},
-    "preempted, synchronous, in chunks": {
+    "preempted, synchronous": {"num_gpu_blocks_override": 25, "max_steps_in_flight": 1},
+    "preempted, tensor parallel, in chunks": {
         "num_gpu_blocks_override": 20,
-        "max_steps_in_flight": 1,
+        "tensor_parallel_size": 3,
         "max_num_batched_tokens": 24,
     },
-    "tensor parallel": {"tensor_parallel_size": 3, "num_gpu_blocks_override": 40},
     "compiled when met": {"enforce_eager": True},
 }
 

@@ -30,6 +30,7 @@ def text_of(outputs) -> list[str]:
     return [output.outputs[0].text for output in outputs]
 
 
+@pytest.mark.smoke
 def test_forms_of_prompts(llm):
     [from_text] = llm.generate("hello", GREEDY)
     token_ids = llm.get_tokenizer().encode("hello")

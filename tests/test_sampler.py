@@ -211,19 +211,20 @@ def test_without_loops_the_tokens_are_the_same():
 
 
 def test_a_token_depends_on_key_and_position_and_on_nothing_else():
-    logits = np.zeros((64, 1000))
-    tokens, _ = run(logits, np.arange(64))
-    order = np.random.default_rng(0).permutation(64)
+    logits = np.zeros((16, 40))
+    tokens, _ = run(logits, np.arange(16))
+    order = np.random.default_rng(0).permutation(16)
     assert np.array_equal(run(logits, order)[0], tokens[order])
-    assert np.array_equal(run(logits[:5], np.arange(5))[0], tokens[:5])
-    assert len(set(tokens)) > 50, "positions share their random numbers"
+    assert len(set(tokens)) > 8, "positions share their random numbers"
+    for position in range(16):
+        assert run(logits[:1], position)[0] == tokens[position]
 
 
 @pytest.mark.parametrize("other", [[1, 3], [3, 2], [2, 1]])
 def test_both_halves_of_the_key_matter(other):
-    logits = np.zeros((64, 1000))
-    mine, others = (run(logits, np.arange(64), key=key)[0] for key in ([1, 2], other))
-    assert (mine == others).sum() < 5
+    logits = np.zeros((NUM_DRAWS, VOCAB))
+    mine, others = (run(logits, np.arange(NUM_DRAWS), key=key)[0] for key in ([1, 2], other))
+    assert np.mean(mine == others) == pytest.approx(1 / VOCAB, abs=0.02)
 
 
 def test_repetition_penalty_makes_seen_tokens_less_likely():

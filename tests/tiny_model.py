@@ -1,7 +1,8 @@
 """A tiny Llama with 9 query and 3 K/V heads, as a folder, and what it has to answer.
 
 `Oracle` computes the model densely in float64 NumPy, sharing nothing with the engine: no paging, no
-batching, no XLA. `check_answer` holds an answer of the engine against it, position by position.
+batching, no XLA. `check_answer` holds an answer of the engine against it, position by position. What
+turns logits into a sampled token is the sampler's own functions, which tests/test_sampler.py checks.
 """
 
 import dataclasses
@@ -144,7 +145,7 @@ def _perturb(logits: np.ndarray, prompt: list[int], answer: list[int], params: S
     seen = np.zeros((rows, VOCAB), bool)
     for position in range(rows):
         seen[position, prompt + answer[:position]] = True
-    adjusted = _penalize(jnp.asarray(logits, jnp.float32), jnp.full(rows, params.repetition_penalty), lambda: seen)
+    adjusted = _penalize(jnp.asarray(logits, jnp.float32), jnp.full(rows, params.repetition_penalty), jnp.asarray(seen))
     if params.greedy:
         return np.asarray(adjusted)
     seed = params.seed or 0

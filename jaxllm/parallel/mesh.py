@@ -66,7 +66,7 @@ def _devices_from(name: str | None) -> list[Any]:
     if name is None:
         return jax.devices()
     platform, _, index = name.partition(":")
-    if index and not index.isdigit():
+    if not platform or (":" in name and not index.isdecimal()):
         raise ValueError(f"device={name!r} is not valid: use a platform and a number, as 'cuda:0' or 'cpu'")
     try:
         devices = jax.devices(platform)

@@ -94,8 +94,8 @@ def _checked(data: bytes) -> bytes:
 
 
 def _surroundings(devices: Sequence[Any]) -> list[str]:
-    packages = (item.name for item in importlib.metadata.distributions() if item.name.startswith(VERSIONED))
-    versions = sorted(f"{name} {importlib.metadata.version(name)}" for name in set(packages))
+    names = (item.name or "" for item in importlib.metadata.distributions())  # a broken one has no name
+    versions = sorted(f"{name} {importlib.metadata.version(name)}" for name in set(names) if name.startswith(VERSIONED))
     settings = [f"{name}={value}" for name, value in sorted(jax.config.values.items())]
     kinds = [f"{device.platform} {device.device_kind} {device.id}" for device in devices]
     flags = [os.environ.get("XLA_FLAGS", ""), devices[0].client.platform_version, _processor()]

@@ -1,7 +1,7 @@
-"""The compiled steps of an engine, one per bucket: all there before the first request.
+"""The compiled steps of an engine, one per bucket: all there before the first request, if asked for.
 
 After `compile_all` nothing compiles any more: a call with another shape is an error of the executable
-itself. With `lazily=True` (enforce_eager) each bucket is compiled when it is first met instead.
+itself. An engine that skips it (enforce_eager) compiles each bucket when it is first met.
 """
 
 from __future__ import annotations
