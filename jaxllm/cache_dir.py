@@ -1,6 +1,6 @@
-"""Where jaxllm keeps what it can make or fetch again: pulled models and compiled programs.
+"""Where jaxllm keeps what it can make or fetch again: pulled models, compiled programs, tokenizers' merges.
 
-Invariant: deleting the folder loses nothing but time.
+Invariant: deleting the folder loses nothing but time, and the history of what was typed in `jaxllm chat`.
 """
 
 from __future__ import annotations

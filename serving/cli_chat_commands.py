@@ -22,13 +22,14 @@ HELP = "/help lists the commands; Ctrl-C stops an answer; Ctrl-D or /exit leaves
 _COMMAND = re.compile(r"(/\w+)(?:\s+(.*))?", re.DOTALL)
 _LONG_HELP = """\
 /system TEXT   instructions for the next answers; "" is none
-/params NAME=VALUE ...   as /params temperature=0.7 top_p=0.9
+/params temperature=0.7 top_p=0.9   how answers are sampled
 /reset         forget the conversation, not the instructions
 /help          this list
 /exit          leave, as Ctrl-D does
-/system and /params alone show what holds. Ctrl-C stops an answer.
-A backslash at the end of a line continues the message on the next.
-A message may begin with a slash if a space is before it."""
+/system and /params alone show what holds.
+Ctrl-C stops an answer.
+A backslash at the end of a line continues the message.
+Behind a space, a message may begin with a slash."""
 
 
 class Settings(Protocol):

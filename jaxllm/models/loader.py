@@ -56,7 +56,7 @@ def load_params(
     total = sum(_num_bytes(spec) for spec in specs.values())
     # disable=None: no bar where standard error is not a terminal.
     disable = None if progress else True
-    with tqdm(total=total, desc="Loading weights", unit="B", unit_scale=True, disable=disable) as bar:
+    with tqdm(total=total, desc="Loading weights", unit="B", unit_scale=True, disable=disable, leave=False) as bar:
         for path, host in _assemble_ahead(checkpoint, specs):
             params[path] = _put(host, specs[path])
             bar.update(_num_bytes(specs[path]))
