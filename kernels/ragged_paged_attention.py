@@ -113,7 +113,7 @@ def ragged_paged_attention(
             kernels on a CPU, for tests).
 
     Returns:
-        Weighted values in q's dtype; rows of padding tokens are finite and of no meaning.
+        Weighted values in q's dtype; rows of padding tokens are of no meaning and may be NaN.
         Scores, softmax and sums are float32. The online softmax is FlashAttention's (arXiv:2205.14135).
     """
     _, block_size, num_kv_heads, head_dim = k_cache.shape
