@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple
 
 import jax
@@ -58,7 +59,7 @@ class StepLayout:
         """New blocks of a step: whole ones its tokens fill, and one begun by each row."""
         return self.bucket.tokens // self.block_size + self.bucket.rows
 
-    @property
+    @cached_property
     def sections(self) -> dict[str, tuple[int, ...]]:
         """Shape of each section, in order."""
         tokens, rows, changes = self.bucket.tokens, self.bucket.rows, self.num_changes
@@ -83,7 +84,7 @@ class StepLayout:
             "stop_ids": (admissions, MAX_SUPPRESSED_TOKEN_IDS),
         }
 
-    @property
+    @cached_property
     def size(self) -> int:
         """Length of the buffer in int32 words."""
         return sum(math.prod(shape) for shape in self.sections.values())
