@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from jaxllm.config import EngineConfig
     from jaxllm.engine.engine import LLMEngine
     from jaxllm.llm import LLM
+    from jaxllm.memory import calculate_kv_cache_blocks
     from jaxllm.outputs import CompletionOutput, RequestOutput
     from jaxllm.sampling_params import SamplingParams
 
@@ -22,9 +23,18 @@ _MODULES = {
     "SamplingParams": "jaxllm.sampling_params",
     "RequestOutput": "jaxllm.outputs",
     "CompletionOutput": "jaxllm.outputs",
+    "calculate_kv_cache_blocks": "jaxllm.memory",
 }
 
-__all__ = ["LLM", "CompletionOutput", "EngineConfig", "LLMEngine", "RequestOutput", "SamplingParams"]
+__all__ = [
+    "LLM",
+    "CompletionOutput",
+    "EngineConfig",
+    "LLMEngine",
+    "RequestOutput",
+    "SamplingParams",
+    "calculate_kv_cache_blocks",
+]
 
 
 def __getattr__(name: str) -> Any:

@@ -7,11 +7,20 @@ Both are frozen: nothing is ever written to a configuration after it was made. W
 from __future__ import annotations
 
 import dataclasses
+import logging
 from dataclasses import dataclass
 from typing import Literal
 
+from jaxllm.memory import choose_block_size, expected_waste, show_bytes
+
+logger = logging.getLogger(__name__)
+
 DType = Literal["auto", "float32", "bfloat16", "float16"]
 AttentionBackend = Literal["auto", "xla", "pallas"]
+LoadFormat = Literal["auto", "dummy"]
+ITEMSIZES = {"float32": 4, "bfloat16": 2, "float16": 2}
+"""Bytes of a number, by the name of its type."""
+MAY_BE_AUTO = ("max_model_len", "block_size")
 
 ENGINE_TOPICS = {
     "model": "model",
@@ -42,17 +51,23 @@ class EngineConfig:
     where that is float32 or quantised."""
     seed: int = 0
     """Seed of the engine; requests without a seed of their own draw theirs from it."""
+    load_format: LoadFormat = "auto"
+    """Where weights come from. auto: the checkpoint. dummy: they are random, for measuring speed; MODEL may then be a
+    folder with nothing but a config.json, or a shape that is built in, as llama-3.1-8b (`jaxllm models` lists them)."""
 
-    max_model_len: int | None = None
-    """Longest prompt plus output of one request, in tokens; by default the checkpoint's context length."""
-    block_size: int = 16
-    """Tokens in one block of the K/V cache; a power of two."""
+    max_model_len: int | Literal["auto"] | None = None
+    """Longest prompt plus output of one request, in tokens; by default the checkpoint's context length. auto: what
+    fits into memory, if that is less."""
+    block_size: int | Literal["auto"] = 16
+    """Tokens in one block of the K/V cache; a power of two. auto: 16 to 128, the smaller the more bytes a token takes."""
     gpu_memory_utilization: float = 0.9
     """Share of a GPU's memory the engine may take for weights, K/V cache and temporaries."""
     kv_cache_memory_bytes: int | None = None
     """Bytes of K/V cache per device, instead of what gpu_memory_utilization leaves (on a CPU: of at most 2 GiB)."""
     num_gpu_blocks_override: int | None = None
     """Number of K/V cache blocks, instead of a number derived from memory."""
+    enable_prefix_caching: bool = True
+    """Keep the K/V of finished requests until memory is needed: prompts that begin alike compute the beginning once."""
 
     max_num_seqs: int | None = None
     """Most requests running at once; by default 256 on a GPU, 16 on a CPU."""
@@ -60,6 +75,9 @@ class EngineConfig:
     """Most tokens computed in one step; by default 8192 on a GPU, 128 on a CPU."""
     max_steps_in_flight: int = 2
     """Steps launched before the oldest is read: 2 hides the host behind the device, 1 is synchronous."""
+    num_scheduler_steps: int | None = None
+    """Most decode steps that one call does on the device while nobody waits; by default 4 for models that a GPU
+    runs faster than the host can launch steps, else 1."""
 
     device: str | None = None
     """Platform and first device, as "cuda", "cuda:0" or "cpu"; by default what JAX finds first."""
@@ -81,16 +99,24 @@ class EngineConfig:
                 f"gpu_memory_utilization={share!r} is not a share of memory: "
                 "use a number above 0 and at most 1, 0.9 for example"
             )
-        if self.block_size & (self.block_size - 1):
-            raise ValueError(f"block_size={self.block_size} is not a power of two: use 16, 32, 64 or 128")
-        for name, choices in (("dtype", DType.__args__), ("attention_backend", AttentionBackend.__args__)):
+        if self.block_size != "auto" and self.block_size & (self.block_size - 1):
+            raise ValueError(f"block_size={self.block_size} is not a power of two: use 16, 32, 64 or 128, or 'auto'")
+        for name, choices in (
+            ("dtype", DType.__args__),
+            ("load_format", LoadFormat.__args__),
+            ("attention_backend", AttentionBackend.__args__),
+        ):
             if getattr(self, name) not in choices:
                 raise ValueError(f"{name}={getattr(self, name)!r} is unknown: use one of {', '.join(choices)}")
-        for name, kind in (("model", str), ("tokenizer", str | None), ("device", str | None), ("seed", int)):
+        for name, kind in (
+            *(("model", str), ("tokenizer", str | None), ("device", str | None)),
+            *(("seed", int), ("enable_prefix_caching", bool)),
+        ):
             if not isinstance(getattr(self, name), kind):
                 raise ValueError(f"{name}={getattr(self, name)!r} has the wrong type: use {kind}")
 
     def _check_counts(self) -> None:
+        optional = {item.name for item in dataclasses.fields(self) if item.default is None}
         for name in (
             "max_model_len",
             "max_num_seqs",
@@ -100,13 +126,18 @@ class EngineConfig:
             "num_gpu_blocks_override",
             "tensor_parallel_size",
             "max_steps_in_flight",
+            "num_scheduler_steps",
         ):
-            value = getattr(self, name)
-            if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
-                raise ValueError(f"{name}={value!r} has to be a whole number of at least 1")
+            value, or_auto = getattr(self, name), " or 'auto'" if name in MAY_BE_AUTO else ""
+            if (value is None and name in optional) or (or_auto and value == "auto"):
+                continue
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise ValueError(f"{name}={value!r} has to be a whole number of at least 1{or_auto}")
 
     def resolve(self, model: ModelConfig, platform: str) -> EngineConfig:
         """A copy in which every default is a value, for this model on this platform ("cpu", "gpu").
+
+        max_model_len="auto" stays: `ModelRunner` has the number once it knows what fits.
 
         Raises:
             ValueError: the values contradict the model or each other.
@@ -114,9 +145,11 @@ class EngineConfig:
         on_cpu = platform == "cpu"
         stored = "bfloat16" if model.dtype == "float32" else model.dtype
         max_num_seqs = self.max_num_seqs or min(16 if on_cpu else 256, self.max_num_batched_tokens or 256)
+        dtype = ("float32" if on_cpu else stored) if self.dtype == "auto" else self.dtype
         resolved = dataclasses.replace(
             self,
-            dtype=("float32" if on_cpu else stored) if self.dtype == "auto" else self.dtype,
+            dtype=dtype,
+            block_size=self._choose_block_size(model, dtype) if self.block_size == "auto" else self.block_size,
             max_model_len=self.max_model_len or model.max_position_embeddings,
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=self.max_num_batched_tokens or max(128 if on_cpu else 8192, max_num_seqs),
@@ -126,9 +159,23 @@ class EngineConfig:
         resolved._check_against(model)
         return resolved
 
+    def _choose_block_size(self, model: ModelConfig, dtype: str) -> int:
+        """What "auto" is for this model; says why."""
+        longest = self.max_model_len if isinstance(self.max_model_len, int) else model.max_position_embeddings
+        bytes_per_token = model.kv_bytes_per_token(ITEMSIZES[dtype]) // self.tensor_parallel_size
+        size = choose_block_size(bytes_per_token, longest)
+        waste = expected_waste(size)
+        logger.info(
+            "block_size='auto' is %d: a token takes %s on a device; a request wastes %.1f tokens of its last block on "
+            "average, %s, which is %.2g %% of %d tokens",
+            *(size, show_bytes(bytes_per_token), waste, show_bytes(round(waste * bytes_per_token))),
+            *(100 * waste / longest, longest),
+        )
+        return size
+
     def _check_against(self, model: ModelConfig) -> None:
         assert self.max_model_len and self.max_num_seqs and self.max_num_batched_tokens, "unresolved defaults"
-        if not 2 <= self.max_model_len <= model.max_position_embeddings:
+        if self.max_model_len != "auto" and not 2 <= self.max_model_len <= model.max_position_embeddings:
             raise ValueError(
                 f"max_model_len={self.max_model_len} is not between 2 and {model.max_position_embeddings}, "
                 "the context length of this model: choose one that is"

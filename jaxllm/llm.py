@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import time
 from collections.abc import Sequence
@@ -9,12 +10,13 @@ from typing import Any, cast
 
 from tqdm import tqdm
 
+from jaxllm.debug import MemoryStats, memory_stats, print_memory_stats
 from jaxllm.engine.chat_template import Message
 from jaxllm.engine.engine import LLMEngine, Prompt
 from jaxllm.engine.interrupts import note_interrupt
 from jaxllm.engine.tokenizer import Tokenizer
 from jaxllm.outputs import RequestOutput
-from jaxllm.sampling_params import SamplingParams
+from jaxllm.sampling_params import RequestOutputKind, SamplingParams
 
 type Params = SamplingParams | Sequence[SamplingParams] | None
 
@@ -89,6 +91,18 @@ class LLM:
     def get_tokenizer(self) -> Tokenizer:
         return self.engine.tokenizer
 
+    def memory_stats(self) -> MemoryStats:
+        """What the engine holds on its devices, and how the blocks of its K/V cache are used."""
+        return memory_stats(self.engine)
+
+    def print_memory_stats(self) -> None:
+        """Prints `memory_stats` as tables."""
+        print_memory_stats(self.engine)
+
+    def reset_prefix_cache(self) -> bool:
+        """Forgets the K/V of finished requests; False and nothing changed while requests are running."""
+        return self.engine.reset_prefix_cache()
+
     def close(self) -> None:
         """Frees the devices."""
         self.engine.close()
@@ -127,7 +141,7 @@ class LLM:
                     for output in self.engine.step():
                         if output.finished:
                             finished[output.request_id] = output
-                            num_tokens += len(output.outputs[0].token_ids)
+                            num_tokens += sum(len(answer.token_ids) for answer in output.outputs)
                             speed = num_tokens / (time.perf_counter() - started)
                             bar.set_postfix_str(f"{speed:.1f} tokens/s", refresh=False)
                             bar.update()
@@ -149,7 +163,14 @@ def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
 
 def _params_for(prompts: list[Prompt], params: Params) -> list[SamplingParams]:
     if params is None or isinstance(params, SamplingParams):
-        return [params or SamplingParams()] * len(prompts)
+        return [_final_only(params or SamplingParams())] * len(prompts)
     if len(params) != len(prompts):
         raise ValueError(f"sampling_params has {len(params)} entries for {len(prompts)} prompts: give one, or one each")
-    return list(params)
+    return [_final_only(param) for param in params]
+
+
+def _final_only(params: SamplingParams) -> SamplingParams:
+    """Nobody sees an answer before it is finished, so nothing is made of it before."""
+    if not isinstance(params, SamplingParams):
+        raise ValueError(f"sampling_params={params!r} is not a SamplingParams")
+    return dataclasses.replace(params, output_kind=RequestOutputKind.FINAL_ONLY)

@@ -6,8 +6,10 @@ will be once the launched steps ran) catches up with the request's length, a chu
 
 from __future__ import annotations
 
+import dataclasses
 import enum
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from jaxllm.sampling_params import SamplingParams
@@ -15,6 +17,8 @@ from jaxllm.sampling_params import SamplingParams
 
 class RequestStatus(enum.Enum):
     WAITING = "waiting"
+    WAITING_FOR_FORK = "waiting for fork"
+    """Another request computes the prompt they share; until then it stands in no queue."""
     RUNNING = "running"
     FINISHED = "finished"
 
@@ -28,7 +32,7 @@ class FinishReason(enum.StrEnum):
     """The caller gave up."""
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class Request:
     """One prompt and its growing answer; known by its `request_id`, compared by identity."""
 
@@ -40,10 +44,20 @@ class Request:
     """Prompt and answer together never grow past this many tokens (max_model_len, max_tokens)."""
     seed: int
     """Seed of this request's random numbers: its parameters' or one the engine drew."""
+    cache_salt: str | None = None
+    """Only requests with the same salt share K/V."""
+    parent: Request | None = None
+    """The request this one is a fork of."""
+    children: tuple[Request, ...] = ()
+    """Forks that wait for this request to compute their prompt."""
     arrival_time: float = field(default_factory=time.monotonic)
     status: RequestStatus = RequestStatus.WAITING
     output_ids: list[int] = field(default_factory=list)
     output_logprobs: list[float] = field(default_factory=list)
+    block_hashes: list[bytes] = field(default_factory=list)
+    """Of its first blocks, as far as they were needed yet."""
+    num_cached: int = 0
+    """Tokens that were in the cache when it was admitted first."""
     num_computed: int = 0
     num_known: int = field(init=False)
     """Tokens the host knows: prompt and read answer. (Stored, like the next, as every step asks every request.)"""
@@ -53,8 +67,10 @@ class Request:
     """Every token that ends the answer, the end-of-sequence tokens included unless they are ignored."""
     seat: int | None = None
     num_slots: int = 0
-    """Tokens that the K/V blocks it holds have room for; kept by the K/V manager."""
+    """Tokens that it may compute before the K/V manager has to be asked, which keeps this number."""
     num_preemptions: int = 0
+    preempted_len: int = 0
+    """Tokens that existed when it was preempted last; 0 if it never was."""
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
     """The stop token id or stop string that ended the answer; None for the end-of-sequence token."""
@@ -85,7 +101,9 @@ class Request:
         """Known token ids of positions [start, stop)."""
         stop = self.num_known if stop is None else stop
         split = len(self.prompt_ids)
-        return [*self.prompt_ids[start:stop], *self.output_ids[max(start - split, 0) : max(stop - split, 0)]]
+        if start >= split:  # as nearly all calls have it
+            return self.output_ids[start - split : stop - split]
+        return [*self.prompt_ids[start:stop], *self.output_ids[: max(stop - split, 0)]]
 
     def append_token(self, token_id: int, logprob: float) -> None:
         """The oldest pending token was read; `num_tokens` counts it since its step was scheduled."""
@@ -93,9 +111,9 @@ class Request:
         self.output_logprobs.append(logprob)
         self.num_known += 1
 
-    def num_required_blocks(self, block_size: int) -> int:
-        """Blocks that hold every existing token's K/V."""
-        return -(-self.num_tokens // block_size)
+    def fork(self, seeds: Mapping[str, int]) -> None:
+        """Give a new request children: requests with these ids and seeds, and the same prompt."""
+        self.children = tuple(self._make_child(request_id, seed) for request_id, seed in seeds.items())
 
     def finish(self, reason: FinishReason, stop_reason: int | str | None = None) -> None:
         """End the answer with the tokens known now; pending ones are dropped."""
@@ -103,3 +121,9 @@ class Request:
         self.status = RequestStatus.FINISHED
         self.finish_reason = reason
         self.stop_reason = stop_reason
+
+    def _make_child(self, request_id: str, seed: int) -> Request:
+        child = dataclasses.replace(self, request_id=request_id, seed=seed, parent=self, children=())
+        child.status = RequestStatus.WAITING_FOR_FORK
+        child.output_ids, child.output_logprobs, child.block_hashes = [], [], []
+        return child

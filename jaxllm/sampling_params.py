@@ -2,17 +2,31 @@
 
 from __future__ import annotations
 
+import enum
 import math
 import numbers
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+MAX_ANSWERS = 1024
+"""Answers to one prompt."""
 MAX_SUPPRESSED_TOKEN_IDS = 32
 """Stop tokens (end-of-sequence tokens included) that `min_tokens` can hold back."""
 
-SAMPLING_TOPICS = {"sampling": "temperature", "stopping": "max_tokens"}
+SAMPLING_TOPICS = {"sampling": "temperature", "stopping": "max_tokens", "answers": "n"}
 """What the fields of `SamplingParams` are about: a topic begins at the field named here, as in `ENGINE_TOPICS`."""
+
+
+class RequestOutputKind(enum.Enum):
+    """What the outputs of a request hold."""
+
+    CUMULATIVE = 0
+    """After every step: all that was generated so far."""
+    DELTA = 1
+    """After every step: what was generated since the last output."""
+    FINAL_ONLY = 2
+    """Everything, in one output at the end."""
 
 
 @dataclass(frozen=True)
@@ -46,11 +60,19 @@ class SamplingParams:
     ignore_eos: bool = False
     """Go on after the model's end-of-sequence token."""
 
+    n: int = 1
+    """Answers to the prompt, which is computed once; under a seed, answer i is that of seed + i alone."""
+    detokenize: bool = True
+    """Make text of the tokens; without it answers are token ids only."""
+    output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE
+    """What `LLMEngine.step` returns for the request; `LLM` always returns finished answers."""
+
     def __post_init__(self) -> None:
         object.__setattr__(self, "stop", _as_tuple("stop", [self.stop] if isinstance(self.stop, str) else self.stop))
         object.__setattr__(self, "stop_token_ids", _as_tuple("stop_token_ids", self.stop_token_ids))
         self._check_sampling()
         self._check_stopping()
+        self._check_output()
 
     @property
     def greedy(self) -> bool:
@@ -86,6 +108,16 @@ class SamplingParams:
             _check("stop", text, str, lambda v: v != "", "strings that are not empty")
         for token in self.stop_token_ids:
             _check("stop_token_ids", token, int, lambda v: v >= 0, "token ids of 0 or above")
+
+    def _check_output(self) -> None:
+        remedy = f"a whole number from 1 to {MAX_ANSWERS}"
+        _check("n", self.n, int, lambda v: 1 <= v <= MAX_ANSWERS, remedy)
+        if not isinstance(self.detokenize, bool):
+            raise ValueError(f"detokenize={self.detokenize!r} is not valid: use True or False")
+        if self.stop and not self.detokenize:
+            raise ValueError(f"stop={self.stop!r} needs text: leave detokenize=True, or use stop_token_ids")
+        if not isinstance(self.output_kind, RequestOutputKind):
+            raise ValueError(f"output_kind={self.output_kind!r} is not valid: use a RequestOutputKind")
 
 
 def _as_tuple(name: str, values: Any) -> tuple[Any, ...]:

@@ -10,17 +10,17 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 from jaxtyping import Array, Float, Int
 
 from jaxllm.kernels import ragged_paged_attention_pallas as pallas
 from jaxllm.kernels import ragged_paged_attention_xla as xla
+from jaxllm.kernels.backend import Backend
 from jaxllm.kernels.query_tiles import Sizes
 
-__all__ = ["IMPLEMENTATIONS", "Backend", "Sizes", "Work", "attend", "prepare_attention", "ragged_paged_attention"]
+__all__ = ["IMPLEMENTATIONS", "Sizes", "Work", "attend", "prepare_attention", "ragged_paged_attention"]
 
-type Backend = Literal["xla", "pallas", "pallas_interpret"]
 type Work = Any
 """What a backend derives from the rows' lengths and tables: a pytree of arrays, the same for every layer."""
 

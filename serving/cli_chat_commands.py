@@ -14,7 +14,7 @@ from typing import Protocol
 
 from jaxllm.sampling_params import SamplingParams
 from jaxllm.serving.cli_flags import get_fields
-from jaxllm.serving.cli_params import change_params, parse_changes, suggest
+from jaxllm.serving.cli_params import NAMES, change_params, parse_changes, suggest
 
 EXIT = "/exit"
 HELP = "/help lists the commands; Ctrl-C stops an answer; Ctrl-D or /exit leaves."
@@ -75,7 +75,7 @@ def _params(conversation: Settings, text: str) -> str:
     changes = parse_changes(shlex.split(text))
     conversation.params = change_params(conversation.params, changes)
     values = get_fields(conversation.params)
-    return "\n".join(f"{name}={_show(values[name])}" for name in changes or values)
+    return "\n".join(f"{name}={_show(values[name])}" for name in changes or NAMES)
 
 
 def _show(value: object) -> str:

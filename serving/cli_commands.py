@@ -10,11 +10,19 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
-from tyro.conf import FlagCreatePairsOff, Positional, UseAppendAction, arg, subcommand
+from tyro.conf import FlagCreatePairsOff, Positional, Suppress, UseAppendAction, arg, subcommand
 
+from jaxllm.bench.settings import (
+    Extent,
+    KernelSettings,
+    LatencySettings,
+    StartupSettings,
+    ThroughputSettings,
+    WorkloadName,
+)
 from jaxllm.config import ENGINE_TOPICS, EngineConfig
-from jaxllm.sampling_params import SAMPLING_TOPICS, SamplingParams
-from jaxllm.serving.cli_flags import by_topic, get_fields
+from jaxllm.sampling_params import SAMPLING_TOPICS, RequestOutputKind, SamplingParams
+from jaxllm.serving.cli_flags import by_topic, commas, get_fields
 
 
 @dataclass(frozen=True)
@@ -40,6 +48,8 @@ class SamplingFlags(SamplingParams):
     # Given once per value: a flag that takes many values would swallow the prompts behind it.
     stop: UseAppendAction[tuple[str, ...]] = ()
     stop_token_ids: UseAppendAction[tuple[int, ...]] = ()
+    # A matter between the engine and its caller, which is the command.
+    output_kind: Suppress[RequestOutputKind] = RequestOutputKind.CUMULATIVE
 
     def __post_init__(self) -> None:
         """No check here, where the message would name tyro's insides: `make_params` checks."""
@@ -81,9 +91,39 @@ class Prompts:
     """Texts to complete. Without any, --input is read, or standard input."""
 
 
+@dataclass(frozen=True)
+class LatencyFlags(LatencySettings):
+    """What is measured."""
+
+    rows: Annotated[tuple[int, ...], commas(int)] = LatencySettings.rows
+
+
+@dataclass(frozen=True)
+class KernelFlags(KernelSettings):
+    """What is measured."""
+
+    decode: Annotated[tuple[Extent, ...], commas(Extent.parse, metavar="ROWSxCONTEXT")] = KernelSettings.decode
+    chunk: Annotated[tuple[int, ...], commas(int)] = KernelSettings.chunk
+
+
+@dataclass(frozen=True)
+class ThroughputSizes(ThroughputSettings):
+    """How large the workloads are."""
+
+    workload: Suppress[WorkloadName] = "nano"
+    sampled: Suppress[bool] = False
+
+
 Engine = Annotated[EngineFlags, arg(name="", constructor=by_topic(EngineFlags, ENGINE_TOPICS))]
 Sampling = Annotated[SamplingFlags, arg(name="", constructor=by_topic(SamplingFlags, SAMPLING_TOPICS))]
 Files = Annotated[FileFlags, arg(name="", constructor=by_topic(FileFlags, {"input and output": "input"}))]
+Latency = Annotated[LatencyFlags, arg(name="", constructor=by_topic(LatencyFlags, {"latency": "rows"}))]
+Throughput = Annotated[
+    ThroughputSettings, arg(name="", constructor=by_topic(ThroughputSettings, {"throughput": "workload"}))
+]
+Workloads = Annotated[ThroughputSizes, arg(name="", constructor=by_topic(ThroughputSizes, {"workloads": "workload"}))]
+Startup = Annotated[StartupSettings, arg(name="", constructor=by_topic(StartupSettings, {"startup": "rounds"}))]
+Kernels = Annotated[KernelFlags, arg(name="", constructor=by_topic(KernelFlags, {"kernels": "decode"}))]
 ChatSampling = Annotated[ChatSamplingFlags, arg(name="", constructor=by_topic(ChatSamplingFlags, SAMPLING_TOPICS))]
 
 
@@ -149,11 +189,100 @@ class Env(_Command):
     """Print it as JSON."""
 
 
-type AnyCommand = Generate | Chat | Pull | Models | Env
+@dataclass(frozen=True, kw_only=True)
+class _Benchmark(_Command):
+    json: Annotated[str | None, arg(metavar="FILE", help_behavior_hint="")] = None
+    """File to write the figures to, with machine, versions and parameters; - is standard output."""
+
+
+@dataclass(frozen=True)
+class BenchLatency(_Benchmark):
+    """Milliseconds of a decode step for some numbers of rows, of one stream's token, and up to a first token.
+
+    Example: jaxllm bench latency llama-3.1-8b --load-format dummy --rows 1,64
+    """
+
+    latency: Latency
+    engine: Engine
+
+
+@dataclass(frozen=True)
+class BenchThroughput(_Benchmark):
+    """Tokens per second over a batch of requests.
+
+    Example: jaxllm bench throughput qwen3-0.6b --load-format dummy --workload nano --sampled
+    """
+
+    throughput: Throughput
+    engine: Engine
+
+
+@dataclass(frozen=True)
+class BenchStartup(_Benchmark):
+    """Seconds from the start of a process to its first token, with empty caches and with warm ones.
+
+    Example: jaxllm bench startup smollm2-135m-instruct --rounds 2
+    """
+
+    startup: Startup
+    engine: Engine
+
+
+@dataclass(frozen=True)
+class BenchKernels(_Benchmark):
+    """Attention and sampling by themselves: their share of the device's ceilings, and the error of attention.
+
+    Example: jaxllm bench kernels --decode 64x4096,8x8192
+    """
+
+    kernels: Kernels
+
+
+@dataclass(frozen=True)
+class BenchAll(_Benchmark):
+    """Latency and every throughput workload, with one start of the engine.
+
+    Example: jaxllm bench all llama-3.1-8b --load-format dummy --max-model-len 4096
+    """
+
+    latency: Latency
+    throughput: Workloads
+    engine: Engine
+
+
+type AnyBenchmark = BenchLatency | BenchThroughput | BenchStartup | BenchKernels | BenchAll
+
+Benchmark = (
+    Annotated[BenchLatency, subcommand("latency")]
+    | Annotated[BenchThroughput, subcommand("throughput")]
+    | Annotated[BenchStartup, subcommand("startup")]
+    | Annotated[BenchKernels, subcommand("kernels")]
+    | Annotated[BenchAll, subcommand("all")]
+)
+
+
+@dataclass(frozen=True)
+class Bench:
+    """Measure speed: of steps, of whole batches, of starting, of kernels.
+
+    No model file is needed: --load-format dummy makes random weights in the shape of a known model.
+
+    Example: jaxllm bench latency llama-3.1-8b --load-format dummy
+    """
+
+    benchmark: Benchmark
+
+    @property
+    def debug(self) -> bool:
+        return self.benchmark.debug
+
+
+type AnyCommand = Generate | Chat | Bench | Pull | Models | Env
 
 Command = (
     Annotated[Generate, subcommand("generate")]
     | Annotated[Chat, subcommand("chat")]
+    | Annotated[Bench, subcommand("bench")]
     | Annotated[Pull, subcommand("pull")]
     | Annotated[Models, subcommand("models")]
     | Annotated[Env, subcommand("env")]
@@ -162,6 +291,7 @@ Command = (
 MODULES: dict[type, str] = {
     Generate: "jaxllm.serving.cli_generate",
     Chat: "jaxllm.serving.cli_chat",
+    Bench: "jaxllm.serving.cli_bench",
     Pull: "jaxllm.serving.cli_pull",
     Models: "jaxllm.serving.cli_models",
     Env: "jaxllm.serving.cli_env",

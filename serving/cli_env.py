@@ -15,6 +15,7 @@ from collections.abc import Callable, Mapping
 from importlib import metadata
 from pathlib import Path
 
+from jaxllm.bench.host import cpu_model
 from jaxllm.cache_dir import cache_dir
 from jaxllm.serving.cli_commands import Env
 
@@ -68,7 +69,7 @@ def find_system() -> Finding:
 
 
 def find_cpu() -> Finding:
-    return f"{_cpu_model()}, {len(os.sched_getaffinity(0))} of {os.cpu_count()} cores usable"
+    return f"{cpu_model()}, {len(os.sched_getaffinity(0))} of {os.cpu_count()} cores usable"
 
 
 def find_memory() -> Finding:
@@ -124,12 +125,6 @@ def _version(package: str) -> str:
         return metadata.version(package)
     except metadata.PackageNotFoundError:
         return "not installed"
-
-
-def _cpu_model() -> str:
-    # Only some architectures have this line.
-    match = re.search(r"^model name\s*:\s*(.+)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
-    return match[1] if match else platform.machine()
 
 
 def _memory_limit() -> str:

@@ -12,10 +12,11 @@ import inspect
 import itertools
 import textwrap
 from collections.abc import Callable, Mapping
-from types import NoneType
-from typing import Annotated, Any, get_args, get_type_hints
+from types import NoneType, UnionType
+from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from tyro.conf import arg
+from tyro.constructors import PrimitiveConstructorSpec
 
 
 def by_topic[T](kind: type[T], topics: Mapping[str, str]) -> Callable[..., T]:
@@ -37,6 +38,22 @@ def by_topic[T](kind: type[T], topics: Mapping[str, str]) -> Callable[..., T]:
     parameters = [inspect.Parameter(name, keyword) for name in construct.__annotations__]
     vars(construct)["__signature__"] = inspect.Signature(parameters)
     return construct
+
+
+def commas(parse: Callable[[str], Any], metavar: str = "N") -> PrimitiveConstructorSpec[tuple[Any, ...]]:
+    """A flag of several values in one word, "1,64": it swallows nothing behind it.
+
+    Args:
+        parse: makes one value of its text; ValueError is a mistake of who typed it.
+        metavar: what stands for one value in help.
+    """
+    return PrimitiveConstructorSpec(
+        nargs=1,
+        metavar=f"{metavar}[,{metavar}...]",
+        instance_from_str=lambda words: tuple(parse(text) for text in words[0].split(",")),
+        is_instance=lambda value: isinstance(value, tuple),
+        str_from_instance=lambda values: [",".join(map(str, values))],
+    )
 
 
 def get_fields(instance: Any) -> dict[str, Any]:
@@ -96,9 +113,16 @@ def _make_group(topic: str, members: list[dataclasses.Field], kind: type) -> typ
 
 
 def _metavar(hint: Any, default: Any) -> str | None:
-    """What stands for a value that may be None, INT for example; None where tyro's own is right."""
-    kinds = get_args(hint)
-    if NoneType not in kinds or not all(isinstance(one, type) for one in kinds):
+    """What stands for a value of one of several kinds, INT|auto for example; None where tyro's own is right."""
+    kinds = get_args(hint) if get_origin(hint) in (Union, UnionType) else ()
+    if not any(one is NoneType or get_origin(one) is Literal for one in kinds):
         return None
-    names = [one.__name__.upper() for one in kinds if one is not NoneType]
-    return "|".join(names if default is None else [*names, "None"])
+    names: list[str] = []
+    for one in kinds:
+        if get_origin(one) is Literal:
+            names += map(str, get_args(one))
+        elif not isinstance(one, type):
+            return None
+        elif one is not NoneType:
+            names.append(one.__name__.upper())
+    return "|".join(names if default is None or NoneType not in kinds else [*names, "None"])

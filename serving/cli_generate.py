@@ -78,7 +78,7 @@ def _encode(llm: LLM, row: PromptRow) -> Prompt:
 
 def _describe_speed(outputs: Sequence[RequestOutput], seconds: float) -> str:
     num_read = sum(len(output.prompt_token_ids) for output in outputs)
-    num_written = sum(len(output.outputs[0].token_ids) for output in outputs)
+    num_written = sum(len(answer.token_ids) for output in outputs for answer in output.outputs)
     prompts = "1 prompt" if len(outputs) == 1 else f"{len(outputs)} prompts"
     speed = num_written / max(seconds, 1e-9)
     return f"{prompts}, {num_read} tokens read, {num_written} written in {seconds:.1f} s: {speed:.1f} tokens/s"

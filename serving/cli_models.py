@@ -1,6 +1,6 @@
-"""`jaxllm models`: which families are supported, and which models have a short name.
+"""`jaxllm models`: which families are supported, which models have a short name, and which shapes are built in.
 
-The invariant: both tables are made from what the loader and `jaxllm pull` themselves use.
+The invariant: the tables are made from what the loader and `jaxllm pull` themselves use.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from rich.text import Text
 
 from jaxllm.models.families import supported
 from jaxllm.models.registry import REGISTRY
+from jaxllm.models.shapes import SHAPES
 from jaxllm.serving.cli_commands import Models
 
 _WIDTH_OF_FILES = 200
@@ -34,6 +35,9 @@ def run(command: Models) -> None:
         for entry in REGISTRY.values()
     ]
     console.print(_make_table(("short name", "size", "licence", "pulled", "what it is"), short_names, console.width))
+    console.print()
+    shapes = [(name, str(fields["num_hidden_layers"]), str(fields["hidden_size"])) for name, fields in SHAPES.items()]
+    console.print(_make_table(("shape for load_format=dummy", "layers", "hidden size"), shapes, console.width))
 
 
 def _make_table(columns: Sequence[str], rows: Sequence[Sequence[str]], width: int) -> Table:

@@ -15,7 +15,7 @@ from typing import Any, TextIO
 from rich.console import Console
 from rich.text import Text
 
-from jaxllm.outputs import RequestOutput
+from jaxllm.outputs import CompletionOutput, RequestOutput
 from jaxllm.serving.cli_input import Format, PromptRow, is_named_jsonl
 
 
@@ -45,19 +45,21 @@ def choose_layout(layout: Format, path: str | None) -> Format:
 
 
 def write_answers(file: TextIO, layout: Format, rows: Sequence[PromptRow], outputs: Sequence[RequestOutput]) -> None:
-    """Write one answer after the other, in the order of the prompts."""
+    """Write one answer after the other, in the order of the prompts; of one prompt there may be several (`n`)."""
     if layout == "text":
         _write_text(file, rows, outputs)
         return
     for index, (row, output) in enumerate(zip(rows, outputs, strict=True)):
-        file.write(json.dumps(_make_record(index, row, output), ensure_ascii=False) + "\n")
+        for answer in output.outputs:
+            file.write(json.dumps(_make_record(index, row, output, answer), ensure_ascii=False) + "\n")
 
 
 def _write_text(file: TextIO, rows: Sequence[PromptRow], outputs: Sequence[RequestOutput]) -> None:
     console = Console(file=file, highlight=False)
     for row, output in zip(rows, outputs, strict=True):
         console.print(Text.assemble(("Prompt: ", "bold cyan"), _last_text(row)), soft_wrap=True)
-        console.print(Text.assemble(("Answer: ", "bold green"), output.outputs[0].text.strip()), soft_wrap=True)
+        for answer in output.outputs:
+            console.print(Text.assemble(("Answer: ", "bold green"), answer.text.strip()), soft_wrap=True)
         console.print()
 
 
@@ -68,12 +70,12 @@ def _last_text(row: PromptRow) -> str:
     return row.messages[-1]["content"] or ""
 
 
-def _make_record(index: int, row: PromptRow, output: RequestOutput) -> dict[str, Any]:
-    answer = output.outputs[0]
+def _make_record(index: int, row: PromptRow, output: RequestOutput, answer: CompletionOutput) -> dict[str, Any]:
     num_prompt, num_answer = len(output.prompt_token_ids), len(answer.token_ids)
     return {
         "request_id": row.request_id,
         "index": index,
+        **({"answer_index": answer.index} if len(output.outputs) > 1 else {}),
         **({"messages": row.messages} if row.prompt is None else {"prompt": row.prompt}),
         "text": answer.text,
         "token_ids": answer.token_ids,

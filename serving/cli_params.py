@@ -13,7 +13,8 @@ from typing import Any
 
 from jaxllm.sampling_params import SamplingParams
 
-NAMES = tuple(item.name for item in dataclasses.fields(SamplingParams))
+NAMES = tuple(item.name for item in dataclasses.fields(SamplingParams) if item.name != "output_kind")
+"""All but the one that is a matter between the engine and its caller, which is the command."""
 
 
 def change_params(params: SamplingParams, changes: Mapping[str, Any]) -> SamplingParams:

@@ -33,7 +33,7 @@ def test_a_ladder_is_short_and_its_sizes_increase(limits, platform):
         sizes = [bucket.tokens for bucket in buckets]
         assert sizes == sorted(set(sizes)) and sizes[0] >= 1 and sizes[-1] == largest
     assert all(bucket.rows == bucket.tokens and not bucket.admits for bucket in ladder.decode)
-    assert all(bucket.rows == max_num_seqs and bucket.admits for bucket in ladder.mixed)
+    assert all(bucket.rows == min(bucket.tokens, max_num_seqs) and bucket.admits for bucket in ladder.mixed)
 
 
 @given(limits(), platforms, st.data())
@@ -64,7 +64,7 @@ def test_padding_of_a_decode_step_is_bounded_on_a_gpu(limits):
 def test_the_default_ladders():
     gpu, cpu = make_ladder(256, 8192, "gpu"), make_ladder(16, 128, "cpu")
     assert [bucket.rows for bucket in gpu.decode] == [1, 2, 4, 8, 16, 32, 64, 128, 192, 256]
-    assert [bucket.tokens for bucket in gpu.mixed] == [512, 1024, 2048, 4096, 8192]
+    assert [bucket.tokens for bucket in gpu.mixed] == [128, 512, 1024, 2048, 4096, 8192]
     assert [bucket.rows for bucket in cpu.decode] == [1, 16]
     assert [bucket.tokens for bucket in cpu.mixed] == [32, 128]
 

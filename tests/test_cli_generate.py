@@ -1,5 +1,6 @@
 """`jaxllm generate`: prompts from arguments, files and standard input; answers as text and as JSONL."""
 
+import dataclasses
 import io
 import json
 import sys
@@ -167,6 +168,24 @@ def test_jsonl_in_and_out(llm: type[FakeLLM], tmp_path: Path, capsys: Capture) -
     ]
     assert "é" in answers.read_text(), "text is written as it is"
     assert capsys.readouterr().out == ""
+
+
+def test_every_answer_of_a_prompt_is_written(llm: type[FakeLLM], tmp_path: Path, monkeypatch, capsys: Capture) -> None:
+    def two_answers(self, prompts, params, use_tqdm=True):
+        outputs = [_answer(list(prompt)) for prompt in prompts]
+        for output in outputs:
+            second = dataclasses.replace(output.outputs[0], index=1, text="another")
+            output.outputs.append(second)
+        return outputs
+
+    monkeypatch.setattr(llm, "generate", two_answers)
+    assert cli.main(["generate", "m", "ab", "--n", "2"]) == 0
+    assert capsys.readouterr().out.count("Answer: ") == 2
+    file = tmp_path / "answers.jsonl"
+    assert cli.main(["generate", "m", "ab", "--n", "2", "--output", str(file)]) == 0
+    records = [json.loads(line) for line in file.read_text().splitlines()]
+    assert [(record["index"], record["answer_index"]) for record in records] == [(0, 0), (0, 1)]
+    assert records[1]["text"] == "another"
 
 
 def test_jsonl_is_recognised(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture) -> None:

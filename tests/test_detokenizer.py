@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from tokenizers import decoders
 from toy_tokenizers import PIECES, byte_fallback, byte_level, gemma_decoder, get_id
 
-from jaxllm.engine.detokenizer import MAX_HELD_BYTES, MAX_UNFINISHED_TOKENS, IncrementalDetokenizer
+from jaxllm.engine.detokenizer import MAX_HELD_BYTES, MAX_UNFINISHED_TOKENS, IncrementalDetokenizer, TextVocabulary
 from jaxllm.engine.tokenizer import Tokenizer
 
 BYTE_LEVEL = byte_level()
@@ -28,7 +28,7 @@ AWKWARD_BYTES = [0x0A, 0x20, 0x41, 0x80, 0xA0, 0xBD, 0xC3, 0xA9, 0xE4, 0xED, 0xE
 
 
 def start(toy: Tokenizer, prompt_ids: Sequence[int] = (), skip_special_tokens: bool = True) -> IncrementalDetokenizer:
-    return IncrementalDetokenizer(toy, prompt_ids, skip_special_tokens)
+    return IncrementalDetokenizer(TextVocabulary(toy, skip_special_tokens), prompt_ids)
 
 
 def stream(
@@ -36,7 +36,7 @@ def stream(
 ) -> list[str]:
     """The texts of the tokens, and what the end added."""
     detokenizer = start(toy, prompt_ids, skip_special_tokens)
-    return [*map(detokenizer.append, ids), detokenizer.flush()]
+    return [*(detokenizer.append([token_id]) for token_id in ids), detokenizer.flush()]
 
 
 def any_ids(toy: Tokenizer) -> st.SearchStrategy[list[int]]:
@@ -80,6 +80,23 @@ def test_every_answer_that_ends_earlier_is_whole_as_well(name: str, data: st.Dat
     assume(longest_byte_run(toy, ids) <= MAX_HELD_BYTES)
     for end in range(len(ids) + 1):
         assert "".join(stream(toy, ids[:end])) == toy.decode(ids[:end])
+
+
+@pytest.mark.parametrize("name", TOYS)
+@given(data=st.data())
+@settings(max_examples=80, deadline=None)
+def test_many_tokens_at_once_give_the_same_text(name: str, data: st.DataObject) -> None:
+    """Also where that is not what decoding everything gives: after a run of bytes that is too long to be held."""
+    toy = TOYS[name]
+    portions = data.draw(st.lists(any_ids(toy), max_size=4))
+    if data.draw(st.booleans()):
+        portions.append([*toy.encode("ཀ" * MAX_HELD_BYTES), toy.backend.token_to_id("<0xFF>") or 0xFF])
+    prompt_ids = data.draw(st.lists(st.integers(0, toy.vocab_size), max_size=2))
+    detokenizer = start(toy, prompt_ids)
+    single = start(toy, prompt_ids)
+    for portion in portions:
+        assert detokenizer.append(portion) == "".join(single.append([token_id]) for token_id in portion)
+    assert detokenizer.flush() == single.flush()
 
 
 @given(st.data())
@@ -190,6 +207,6 @@ def test_work_does_not_grow_with_the_answer(toy: Tokenizer, token: str) -> None:
     counting = CountingTokenizer(toy)
     detokenizer = start(counting, [get_id(counting, "a")] * 500)
     for _ in range(500):
-        detokenizer.append(get_id(counting, broken if token == "broken" else token))
+        detokenizer.append([get_id(counting, broken if token == "broken" else token)])
     assert max(counting.sizes) <= MAX_UNFINISHED_TOKENS + 2
     assert len(counting.sizes) <= 2 * 500 + 10

@@ -52,13 +52,14 @@ def run(engine: LLMEngine, indices, stagger: bool = False) -> dict[int, tuple[Re
     """Answers and log-probabilities by request; `stagger` lets one request join per step."""
     waiting = list(indices)
     results: dict[int, tuple[RequestOutput, list[float]]] = {}
+    logprobs: dict[int, list[float]] = {}
     while waiting or engine.has_unfinished_requests():
         for index in [waiting.pop(0)] if waiting and stagger else [waiting.pop(0) for _ in list(waiting)]:
             engine.add_request(str(index), *REQUESTS[index])
+            logprobs[index] = engine.core.scheduler.requests[str(index)].output_logprobs  # grows with the answer
         for output in engine.step():
-            _, logprobs = results.setdefault(int(output.request_id), (output, []))
-            total = output.outputs[0].cumulative_logprob
-            results[int(output.request_id)] = (output, [*logprobs, total - sum(logprobs)])
+            index = int(output.request_id)
+            results[index] = (output, logprobs[index])
     return results
 
 
@@ -87,6 +88,8 @@ VARIANTS = {
         "max_num_batched_tokens": 24,
     },
     "compiled when met": {"enforce_eager": True},
+    "several steps a call": {"num_scheduler_steps": 4},
+    "several steps a call, preempted": {"num_scheduler_steps": 3, "num_gpu_blocks_override": 25},
 }
 
 
@@ -99,6 +102,7 @@ def test_batches(name, folder, oracle):
         scheduler = engine.core.scheduler
         assert ("preempted" in name) == (scheduler.num_preemptions > 10)
         assert scheduler.kv.num_used_blocks == 0
+        assert ("several" in name) == (engine.core.runner.counts.steps > engine.core.runner.counts.calls)
         if name == "batch":
             for index in range(NUM_REQUESTS):
                 check(oracle, run(engine, [index]))

@@ -14,14 +14,15 @@ from test_families_logits import FAMILIES, QUICK, TINY
 
 from jaxllm.config import CacheSize, EngineConfig
 from jaxllm.engine.core import EngineCore
+from jaxllm.kernels.gumbel import gumbel
 from jaxllm.models.checkpoint import open_checkpoint
 from jaxllm.models.loader import load_params
-from jaxllm.parallel.mesh import check_divides, make_mesh
+from jaxllm.parallel.mesh import make_mesh
+from jaxllm.parallel.partition import split_over
 from jaxllm.request import FinishReason, Request
 from jaxllm.runner.model_runner import ModelRunner
-from jaxllm.runner.sampler import _gumbel
 from jaxllm.sampling_params import SamplingParams
-from jaxllm.scheduling.scheduler import Scheduler
+from jaxllm.scheduling.scheduler import Scheduler, StepLimits
 
 VOCAB, CONTEXT, BLOCK_SIZE = 256, 96, 8
 PROMPTS = [70, 1, 5, 31, 47, 13]
@@ -45,8 +46,8 @@ def start(name, **options) -> ModelRunner:
     with open_checkpoint(folder) as checkpoint:
         model = checkpoint.config
         assert model.vocab_size == VOCAB
-        check_divides(model, config.tensor_parallel_size)
-        runner = ModelRunner(config.resolve(model, "cpu"), model, mesh)
+        on_mesh = split_over(model, config.tensor_parallel_size)
+        runner = ModelRunner(config.resolve(on_mesh, "cpu"), on_mesh, mesh)
         runner.executables.compiler_options = QUICK
         runner.start(lambda specs: load_params(checkpoint, specs, progress=False), progress=False)
     return runner
@@ -79,7 +80,7 @@ def get_noise(request, position) -> np.ndarray:
     if request.params.greedy:
         return np.zeros(VOCAB)
     key = jnp.asarray([[request.seed >> 32, request.seed & 0xFFFFFFFF]], jnp.uint32)
-    noise = _gumbel(key, jnp.asarray([request.prompt_len + position]), VOCAB)
+    noise = gumbel(key, jnp.asarray([request.prompt_len + position]), VOCAB)
     return np.asarray(noise[0]) * request.params.temperature
 
 
@@ -118,7 +119,7 @@ def test_answers_are_those_of_the_request_alone(name):
 
     # The compiled steps are the same ones: only the scheduler has a smaller budget and fewer blocks.
     runner.config = dataclasses.replace(runner.config, max_steps_in_flight=1)
-    core.scheduler = Scheduler(BASE["max_num_seqs"], 16, CacheSize(FEW_BLOCKS, BLOCK_SIZE))
+    core.scheduler = Scheduler(StepLimits(BASE["max_num_seqs"], 16), CacheSize(FEW_BLOCKS, BLOCK_SIZE))
     check(f"{name}, preempted, synchronous, in chunks", core, expected)
     assert core.scheduler.num_preemptions > 0
     core.close()

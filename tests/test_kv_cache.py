@@ -13,8 +13,9 @@ from hypothesis import strategies as st
 from jax.sharding import Mesh
 
 from jaxllm.config import CacheSize, EngineConfig, ModelConfig
+from jaxllm.memory import BLOCK_ROUNDING, TEMP_ROUNDING, MemoryBudget
 from jaxllm.parallel.mesh import TENSOR_AXIS
-from jaxllm.runner.kv_cache import MAX_ARRAY_ELEMENTS, ROUNDING, allocate, cache_size, cache_specs
+from jaxllm.runner.kv_cache import CPU_CACHE_BYTES, MAX_ARRAY_ELEMENTS, CachePlan, allocate, cache_specs
 
 MODEL = ModelConfig(
     family="llama",
@@ -32,8 +33,14 @@ BLOCK_BYTES = 2 * 2 * 3 * 16 * 4 * 16
 PLENTY = 1 << 50
 
 
-def size_of(max_model_len=1024, max_num_seqs=4, available=PLENTY, itemsize=4, model=MODEL, **fields):
-    size = cache_size(EngineConfig("m", **fields), model, itemsize, available, (max_model_len, max_num_seqs))
+def plan_of(available=PLENTY, itemsize=4, model=MODEL, **fields):
+    """`available` is what a device has for the cache; None: nobody says."""
+    budget = None if available is None else MemoryBudget(available + TEMP_ROUNDING, weights=0, state=0, temp=0)
+    return CachePlan(EngineConfig("m", **fields), model, itemsize, budget)
+
+
+def size_of(max_model_len=1024, max_num_seqs=4, **fields):
+    size = plan_of(max_model_len=max_model_len, max_num_seqs=max_num_seqs, **fields).size()
     assert size.block_size == fields.get("block_size", 16)
     return size
 
@@ -59,17 +66,19 @@ def test_bytes_that_are_named_go_before_bytes_that_are_measured():
 
 def test_measured_bytes_are_rounded_so_that_the_next_start_finds_the_same_number():
     many = {"max_num_seqs": 1000}
-    for blocks in (3 * ROUNDING, 3 * ROUNDING + 1, 4 * ROUNDING - 1):
-        assert size_of(available=blocks * BLOCK_BYTES, **many).num_blocks == 3 * ROUNDING
+    for blocks in (3 * BLOCK_ROUNDING, 3 * BLOCK_ROUNDING + 1, 4 * BLOCK_ROUNDING - 1):
+        assert size_of(available=blocks * BLOCK_BYTES, **many).num_blocks == 3 * BLOCK_ROUNDING
     assert size_of(available=100 * BLOCK_BYTES, **many).num_blocks == 100
-    assert size_of(available=ROUNDING * BLOCK_BYTES, **many).num_blocks == ROUNDING
+    assert size_of(available=BLOCK_ROUNDING * BLOCK_BYTES, **many).num_blocks == BLOCK_ROUNDING
 
 
 def test_rounding_never_takes_the_room_of_the_longest_request():
     longest = 16 * 300
     for blocks in (301, 302, 511):
         assert size_of(longest, max_num_seqs=1000, available=blocks * BLOCK_BYTES).num_blocks == 301
-    with pytest.raises(ValueError, match="there are 300: lower max_model_len to at most 4784,"):
+    with pytest.raises(
+        ValueError, match=r"there are 300, 12.0 KiB are missing .*: lower max_model_len to at most 4784,"
+    ):
         size_of(longest, max_num_seqs=1000, available=300 * BLOCK_BYTES)
 
 
@@ -94,34 +103,89 @@ def test_num_tokens_leaves_the_null_block_out():
     assert size_of(64, 1).num_tokens == 64
 
 
-@pytest.mark.parametrize(
-    ("fields", "remedy"),
-    [
-        ({"num_gpu_blocks_override": 10}, "raise num_gpu_blocks_override"),
-        ({"kv_cache_memory_bytes": 10 * BLOCK_BYTES}, "raise kv_cache_memory_bytes"),
-        ({"available": 10 * BLOCK_BYTES}, "set kv_cache_memory_bytes, or raise gpu_memory_utilization"),
-    ],
+MEASURED = (
+    "raise gpu_memory_utilization or tensor_parallel_size, lower max_num_batched_tokens, or set kv_cache_memory_bytes"
 )
-def test_a_cache_too_small_for_one_request_says_what_to_change(fields, remedy):
+TOO_SMALL = {
+    "blocks": ({"num_gpu_blocks_override": 10}, "", "raise num_gpu_blocks_override"),
+    "bytes": ({"kv_cache_memory_bytes": 10 * BLOCK_BYTES}, "", "raise kv_cache_memory_bytes"),
+    "measured": (
+        {"available": 10 * BLOCK_BYTES},
+        " (the engine may take 256.1 MiB, and has 0 B of weights, 256.0 MiB of temporaries, 0 B of state of requests)",
+        MEASURED,
+    ),
+}
+
+
+@pytest.mark.parametrize(("fields", "why", "remedy"), TOO_SMALL.values(), ids=TOO_SMALL)
+def test_a_cache_too_small_for_one_request_says_what_is_missing_and_what_to_change(fields, why, remedy):
     with pytest.raises(ValueError) as raised:
         size_of(1000, **fields)
     assert str(raised.value) == (
-        "max_model_len=1000 needs 64 K/V cache blocks of 16 tokens (1 MiB per device), but there are 10: "
-        f"lower max_model_len to at most 144, or {remedy}"
+        "max_model_len=1000 needs 64 K/V cache blocks of 16 tokens (1 MiB per device), but there are 10, "
+        f"648.0 KiB are missing{why}: lower max_model_len to at most 144, or {remedy}"
     )
+
+
+def test_weights_that_leave_nothing_are_in_the_sum_of_what_is_missing():
+    budget = MemoryBudget(limit=10 << 30, weights=14 << 30, state=1 << 20, temp=300 << 20)
+    plan = CachePlan(EngineConfig("m", max_model_len=16, max_num_seqs=1), MODEL, 4, budget)
+    with pytest.raises(
+        ValueError,
+        match=re.escape(
+            "but there are 0, 4.8 GiB are missing (the engine may take 10.0 GiB, and has 14.0 GiB of weights, "
+            "768.0 MiB of temporaries, 1.0 MiB of state of requests): raise gpu_memory_utilization"
+        ),
+    ):
+        plan.size()
+
+
+def test_a_cpu_has_a_default_that_can_be_raised():
+    tokens = CPU_CACHE_BYTES // BLOCK_BYTES // 256 * 256 * 16
+    assert size_of(available=None, max_num_seqs=10**6).num_blocks == tokens // 16
+    with pytest.raises(
+        ValueError, match=r"\(a CPU gives 2.0 GiB by default\): lower .*, or set kv_cache_memory_bytes$"
+    ):
+        size_of(1 << 24, available=None)
 
 
 @pytest.mark.parametrize("fields", [{"num_gpu_blocks_override": 1}, {"kv_cache_memory_bytes": 1}, {"available": -5}])
 def test_nothing_impossible_is_suggested_where_not_a_single_block_fits(fields):
-    with pytest.raises(ValueError, match=r"but there are [01]: (raise|set) [^,]*") as raised:
+    with pytest.raises(ValueError, match=r"but there are [01], [^:]*: (raise|set) ") as raised:
         size_of(1000, **fields)
-    assert "lower" not in str(raised.value)
+    assert "lower max_model_len" not in str(raised.value)
 
 
 def test_heads_that_fill_an_array_are_spread_over_more_devices():
-    wide = EngineConfig("m", block_size=1 << 20)
     with pytest.raises(ValueError, match=r"lower max_model_len to at most 42991616, or raise tensor_parallel_size"):
-        cache_size(wide, MODEL, 4, PLENTY, (1 << 30, 1))
+        size_of(1 << 30, 1, block_size=1 << 20)
+
+
+@pytest.mark.parametrize(
+    ("fields", "expected"),
+    [
+        ({}, MODEL.max_position_embeddings),
+        ({"num_gpu_blocks_override": 10}, 144),
+        ({"kv_cache_memory_bytes": 301 * BLOCK_BYTES}, 4800),
+        ({"available": 511 * BLOCK_BYTES}, 255 * 16),
+        ({"available": 2 * BLOCK_BYTES}, 16),
+        ({"available": None}, MODEL.max_position_embeddings),
+    ],
+)
+def test_the_longest_context_that_fits(fields, expected):
+    assert plan_of(max_model_len="auto", **fields).longest_context() == expected
+    assert size_of(expected, max_num_seqs=1, **fields).num_tokens >= expected
+    if expected < MODEL.max_position_embeddings:
+        assert size_of(expected, max_num_seqs=9, **fields).num_tokens == expected, "the plan of auto is another one"
+
+
+def test_no_context_fits():
+    with pytest.raises(ValueError) as raised:
+        plan_of(max_model_len="auto", kv_cache_memory_bytes=BLOCK_BYTES + 1).longest_context()
+    assert str(raised.value) == (
+        "max_model_len='auto' finds no length that fits: the shortest needs 2 K/V cache blocks of 16 tokens "
+        "(1 MiB per device), but there are 1, 12.0 KiB are missing: raise kv_cache_memory_bytes"
+    )
 
 
 @given(

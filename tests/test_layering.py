@@ -12,22 +12,26 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 
 LAYERS = (
-    ("config", "sampling_params", "request", "outputs", "cache_dir", "kernels"),
+    ("config", "sampling_params", "request", "outputs", "memory", "cache_dir", "kernels"),
     ("scheduling", "parallel"),
     ("models",),
     ("runner",),
     ("engine",),
+    ("debug",),
     ("llm",),
+    ("bench",),
     ("serving", "__init__", "__main__"),
 )
 """Parts of jaxllm, lowest layer first. A part imports lower layers and itself, plain values also one another."""
 
-PLAIN_VALUES = {"config", "sampling_params", "request", "outputs", "cache_dir"}
+PLAIN_VALUES = {"config", "sampling_params", "request", "outputs", "memory", "cache_dir"}
 LAYER_OF = {part: level for level, parts in enumerate(LAYERS) for part in parts}
 
-IMPORTERS_OF_SCHEDULING = {"scheduling", "engine"}
+IMPORTERS_OF_SCHEDULING = {"scheduling", "engine", "debug"}
 IMPORTERS_OF_RUNNER = {"runner", "engine"}
 SHARED_WITH_THE_RUNNER = "jaxllm.scheduling.plan"
+TIMED_ALONE = ("jaxllm.runner.sampler", "jaxllm.runner.device_state")
+"""The parts of the runner that a benchmark calls by themselves."""
 
 WITHOUT_JAX = PLAIN_VALUES | {"scheduling"}
 JAX = {"jax", "jaxlib", "flax", "optax", "orbax", "jaxtyping", "numpy"}
@@ -85,6 +89,8 @@ def is_allowed(importer, imported, module):
         return True
     if imported == "scheduling" and importer == "runner":
         return module.startswith(SHARED_WITH_THE_RUNNER)
+    if imported == "runner" and importer == "bench":
+        return module.startswith(TIMED_ALONE)
     if imported == "scheduling" and importer not in IMPORTERS_OF_SCHEDULING:
         return False
     if imported == "runner" and importer not in IMPORTERS_OF_RUNNER:
@@ -94,7 +100,7 @@ def is_allowed(importer, imported, module):
     if importer == "kernels":
         return False
     if imported == "__init__":
-        return importer in {"serving", "__main__"}
+        return importer in {"bench", "serving", "__main__"}
     return LAYER_OF[imported] < LAYER_OF[importer]
 
 
@@ -159,6 +165,12 @@ def test_files_and_functions_are_small(path):
         ("serving", "jaxllm.scheduling.plan", False),
         ("serving", "jaxllm.runner.model_runner", False),
         ("serving", "jaxllm.LLM", True),
+        ("bench", "jaxllm.llm.LLM", True),
+        ("bench", "jaxllm.kernels.ragged_paged_attention", True),
+        ("bench", "jaxllm.runner.sampler.sample", True),
+        ("bench", "jaxllm.runner.model_runner", False),
+        ("bench", "jaxllm.scheduling.scheduler", False),
+        ("engine", "jaxllm.bench.report", False),
         ("models", "jaxllm.LLM", False),
         ("llm", "jaxllm.serving.app", False),
     ],

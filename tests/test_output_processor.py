@@ -4,15 +4,15 @@ import itertools
 from collections.abc import Sequence
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from toy_tokenizers import byte_fallback, byte_level, get_id
 
 from jaxllm.engine.output_processor import OutputProcessor, StoppedRequest
 from jaxllm.engine.tokenizer import Tokenizer
-from jaxllm.outputs import CompletionOutput, RequestOutput, TokenOutput
+from jaxllm.outputs import CompletionOutput, RequestOutput, TokenIds, TokenOutput
 from jaxllm.request import FinishReason
-from jaxllm.sampling_params import SamplingParams
+from jaxllm.sampling_params import RequestOutputKind, SamplingParams
 
 TOY = byte_level()
 """Its ids below 256 are the bytes."""
@@ -141,9 +141,71 @@ def test_unfinished_request_id_cannot_be_used_again() -> None:
 
 def test_earlier_outputs_do_not_change() -> None:
     processor = make()
-    first = run(processor, step(b"a"))[0]
-    run(processor, step(b"b"))
-    assert first.token_ids == [*b"a"]
+    first = run(processor, step(b"ab"))[0]
+    last = run(processor, step(b"c", "length"))[0]
+    assert first.token_ids == [*b"ab"] and last.token_ids == [*b"abc"]
+    assert type(last.token_ids) is list
+
+
+def test_token_ids_are_a_list_that_does_not_grow() -> None:
+    source = [5, 6, 7, 8]
+    ids = TokenIds(source)
+    source.append(9)
+    assert ids == [5, 6, 7, 8] and ids == TokenIds([5, 6, 7, 8])
+    assert ids != [5, 6, 7, 8, 9] and ids != (5, 6, 7, 8)
+    assert (len(ids), list(ids), repr(ids)) == (4, [5, 6, 7, 8], "[5, 6, 7, 8]")
+    assert (ids[0], ids[-1], ids[1:], ids[::-2], ids[2:99]) == (5, 8, [6, 7, 8], [8, 6], [7, 8])
+    assert 9 not in ids and ids.index(7) == 2
+    with pytest.raises(IndexError):
+        ids[4]
+
+
+def test_delta_outputs_hold_what_is_new() -> None:
+    data = "é".encode()
+    processor = make(output_kind=RequestOutputKind.DELTA)
+    answers = run(processor, step(b"a"), step(data[:1]), step(data[1:] + b"b"), step([END], "stop"))
+    assert answers == [
+        CompletionOutput(0, "a", [*b"a"], -0.5),
+        CompletionOutput(0, "", [*data[:1]], -1.0),
+        CompletionOutput(0, "éb", [*data[1:], *b"b"], -2.0),
+        CompletionOutput(0, "", [END], -2.5, "stop"),
+    ]
+
+
+def test_final_only_has_one_output() -> None:
+    processor = make(output_kind=RequestOutputKind.FINAL_ONLY)
+    assert processor.process([step(b"a"), step("é".encode()[:1])]) == ([], [])
+    (last,) = run(processor, step("é".encode()[1:] + bytes([ord("!")]), "stop", ord("!")))
+    assert last == CompletionOutput(0, "aé", [*"aé!".encode()], -2.0, "stop", ord("!"))
+
+
+def test_final_only_makes_no_text_before_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    processor = make(output_kind=RequestOutputKind.FINAL_ONLY)
+    with monkeypatch.context() as patch:
+        patch.setattr(TOY, "decode", None)
+        processor.process([step(b"ab")])
+    output = processor.abort("r")
+    assert output is not None and output.outputs[0] == CompletionOutput(0, "ab", [*b"ab"], -1.0, "abort")
+
+
+@pytest.mark.parametrize("kind", RequestOutputKind)
+def test_without_detokenizing_there_is_no_text(kind: RequestOutputKind) -> None:
+    *_, last = run(make(detokenize=False, output_kind=kind), step(b"ab"), step(b"c", "length"))
+    new = b"c" if kind is RequestOutputKind.DELTA else b"abc"
+    assert last == CompletionOutput(0, "", [*new], -1.5, "length")
+
+
+@pytest.mark.parametrize(
+    ("params", "message"),
+    [
+        ({"output_kind": "delta"}, "output_kind='delta' is not valid: use a RequestOutputKind"),
+        ({"detokenize": None}, "detokenize=None is not valid: use True or False"),
+        ({"detokenize": False, "stop": "x"}, r"stop=\('x',\) needs text: leave detokenize=True"),
+    ],
+)
+def test_mistakes_are_named(params: dict[str, object], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        SamplingParams(**params)  # pyright: ignore[reportArgumentType]
 
 
 def decode_certain(ids: Sequence[int]) -> str:
@@ -187,3 +249,28 @@ def test_answer_is_the_whole_text_cut(steps: list[list[int]], stop: list[str]) -
     for earlier, later in itertools.pairwise(answers):
         assert later.text.startswith(earlier.text)
         assert later.token_ids[: len(earlier.token_ids)] == earlier.token_ids
+
+
+@given(
+    st.lists(st.one_of(st.lists(token_ids, max_size=4), st.text(TEXT, max_size=2).map(TOY.encode)), min_size=1),
+    st.lists(st.text(TEXT, min_size=1, max_size=3), max_size=2),
+    st.sampled_from(["length", "stop", "abort"]),
+)
+@settings(max_examples=200, deadline=None)
+def test_every_kind_of_output_ends_with_the_same_answer(steps: list[list[int]], stop: list[str], reason: str) -> None:
+    assume(steps[-1] or reason != "stop")
+
+    def run_as(kind: RequestOutputKind) -> list[CompletionOutput]:
+        processor = make(stop=stop, output_kind=kind)
+        answers = run(processor, *map(step, steps[:-1]))
+        if reason != "abort":
+            return [*answers, *run(processor, step(steps[-1], reason))]
+        aborted = processor.abort("r")
+        return answers if aborted is None else [*answers, *aborted.outputs]
+
+    cumulative, delta, final = map(run_as, RequestOutputKind)
+    assert final == cumulative[-1:]
+    assert "".join(answer.text for answer in delta) == final[0].text
+    assert [token_id for answer in delta for token_id in answer.token_ids] == final[0].token_ids
+    assert delta[-1].finish_reason == final[0].finish_reason
+    assert len(delta) == len(cumulative)

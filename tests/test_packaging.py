@@ -45,6 +45,10 @@ def test_the_wheel_has_every_module_of_jaxllm(wheel_names):
     assert expected <= set(wheel_names)
 
 
+def test_the_wheel_has_the_kernels_tuning_table(wheel_names):
+    assert "jaxllm/kernels/launches.json" in wheel_names
+
+
 def test_the_wheel_has_nothing_but_jaxllm_at_its_top(wheel_names):
     version = importlib.metadata.version("jaxllm")
     assert {name.split("/")[0] for name in wheel_names} == {"jaxllm", f"jaxllm-{version}.dist-info"}

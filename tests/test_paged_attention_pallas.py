@@ -1,53 +1,112 @@
-"""The GPU kernels on a CPU, interpreted, against the XLA backend, which has an oracle of its own."""
+"""The GPU kernels on a CPU, interpreted, against the float64 oracle, and bit by bit against themselves.
+
+Most cases have small splits and tiles, so that short contexts have many of them.
+"""
+
+from dataclasses import replace
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
+from test_ragged_paged_attention import make_batch, oracle, relative_error
 
+from jaxllm.kernels import ragged_paged_attention_pallas
+from jaxllm.kernels.launches import Launch
+from jaxllm.kernels.paged_decode import MOST_SPANS_TO_SPLIT, SPLITS_PER_SPAN
 from jaxllm.kernels.ragged_paged_attention import ragged_paged_attention
 
-BLOCK_SIZE = 16
+FAST_COMPILE = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
+SMALL = Launch(split=32, context_tile=16, rows=32, num_warps=4, num_stages=2)
+SPAN = SMALL.split * SPLITS_PER_SPAN
+WINDOW = 20
+
+FEW = [(1, 5), (1, SPAN), (1, 300), (1, SPAN + 1)]
+"""A decode step that has an item per split."""
+MANY = [*FEW, *((1, length) for length in range(260, 300, 3))]
+"""One that has an item per span."""
+CHUNKS = [(40, 70), (1, 300), (17, 17), (9, 161)]
+
+EVERY_OPTION = {"window": WINDOW, "soft_cap": 5.0, "sinks": np.linspace(-1, 3, 32, dtype=np.float32)}
 CASES = {
-    "decode": ([(1, 5), (1, 70), (1, 300)], 4, 9, 3, 64, {}),
-    "decode over several splits": ([(1, 1030), (1, 2100)], 2, 4, 2, 64, {}),
-    "decode with every option": ([(1, 5), (1, 70), (1, 300)], 4, 6, 3, 80, {"window": 20, "soft_cap": 5.0}),
-    "chunks beside decode rows": ([(40, 70), (1, 300), (17, 17)], 80, 9, 3, 64, {}),
-    "chunks with every option": ([(40, 70), (1, 300)], 64, 4, 1, 96, {"window": 20, "soft_cap": 5.0}),
+    "decode, launch of the table": (FEW, 4, (3, 3), 64, 16, None, {}),
+    "decode by splits, every option": (FEW, len(MANY), (32, 2), 80, 32, SMALL, EVERY_OPTION),
+    "decode by spans, every option": (MANY, len(MANY), (32, 2), 80, 32, SMALL, EVERY_OPTION),
+    "chunks, launch of the table": (CHUNKS, 80, (9, 3), 96, 16, None, {"soft_cap": 5.0}),
+    "chunks, every option": (CHUNKS, 67, (32, 2), 64, 128, SMALL, EVERY_OPTION),
 }
+"""Rows, tokens of the step, query and K/V heads, head size, page, launch, options."""
 
 
-def make_arrays(rows, num_tokens, num_heads, num_kv_heads, head_dim):
-    """q, caches, tables, lengths; every slot that no row owns holds NaN."""
-    rng = np.random.default_rng(0)
-    num_rows, max_blocks = len(rows) + 1, -(-max(kv_len for _, kv_len in rows) // BLOCK_SIZE)
-    shape = (num_rows * max_blocks + 1, BLOCK_SIZE, num_kv_heads, head_dim)
-    caches = [np.full(shape, np.nan, np.float32) for _ in "kv"]
-    tables = np.zeros((num_rows, max_blocks), np.int32)
-    free = list(rng.permutation(np.arange(1, shape[0])))
-    for row, (_, kv_len) in enumerate(rows):
-        for position in range(kv_len):
-            if position % BLOCK_SIZE == 0:
-                tables[row, position // BLOCK_SIZE] = free.pop()
-            for cache in caches:
-                cache[tables[row, position // BLOCK_SIZE], position % BLOCK_SIZE] = rng.standard_normal(shape[2:])
-    q_lens = [q_len for q_len, _ in rows] + [0]
-    kv_lens = np.array([kv_len for _, kv_len in rows] + [0], np.int32)
-    q = rng.standard_normal((num_tokens, num_heads, head_dim)).astype(np.float32)
-    return q, *caches, tables, kv_lens, np.cumsum([0, *q_lens]).astype(np.int32)
+def pad(rows, num_tokens, heads=(7, 1), head_dim=64, page=16):
+    """The batch of a step that decodes if it can."""
+    decodes = all(count == 1 for count, _ in rows)
+    return make_batch(rows, num_tokens, num_tokens if decodes else len(rows) + 1, heads, head_dim, page)
 
 
-@pytest.mark.parametrize("with_sinks", [False, True])
+def compile_attention(monkeypatch, launch, batch, **options):
+    """With this launch, or that of the table."""
+    if launch is not None:
+        monkeypatch.setattr(ragged_paged_attention_pallas, "find_launch", lambda *_: launch)
+
+    def attend(*arrays):
+        return ragged_paged_attention(*arrays, scale=0.1, backend="pallas_interpret", **options)
+
+    return jax.jit(attend).lower(*batch.arrays).compile(compiler_options=FAST_COMPILE)
+
+
 @pytest.mark.parametrize("name", CASES)
-def test_the_kernels_agree_with_the_xla_backend(name, with_sinks):
-    rows, *sizes, options = CASES[name]
-    arrays = make_arrays(rows, *sizes)
-    sinks = jnp.linspace(-1, 3, sizes[1]) if with_sinks else None
+def test_the_kernels_agree_with_the_oracle(name, monkeypatch):
+    rows, num_tokens, heads, head_dim, page, launch, options = CASES[name]
+    batch = pad(rows, num_tokens, heads, head_dim, page)
+    found = compile_attention(monkeypatch, launch, batch, **options)(*batch.arrays)
+    assert relative_error(batch, found, oracle(batch, scale=0.1, **options)) < 1e-6
 
-    def run(backend):
-        attention = jax.jit(lambda *a: ragged_paged_attention(*a, scale=0.1, sinks=sinks, backend=backend, **options))
-        return np.asarray(attention(*arrays))[: sum(q_len for q_len, _ in rows)]
 
-    expected, found = run("xla"), run("pallas_interpret")
-    assert np.isfinite(expected).all()
-    assert np.abs(found - expected).max() / np.abs(expected).max() < 1e-5
+def test_the_cases_are_what_they_are_called():
+    spans = [sum((length - 1) // SPAN + 1 for _, length in rows) for rows in (FEW, MANY)]
+    assert spans[0] <= MOST_SPANS_TO_SPLIT < spans[1]
+    # Windows that begin inside a later span.
+    assert any(length > SPAN and (length - WINDOW) % SPAN > SMALL.context_tile for _, length in FEW)
+
+
+def first_rows(batch, count):
+    """The step without its later rows; one token a row."""
+    kept = np.arange(len(batch.kv_lens)) < count
+    return replace(batch, kv_lens=batch.kv_lens * kept, cu_q_lens=np.minimum(batch.cu_q_lens, np.int32(count)))
+
+
+def test_a_program_per_split_and_one_per_span_give_the_same_bits(monkeypatch):
+    many = pad(MANY, len(MANY))
+    few = first_rows(many, len(FEW))
+    attention = compile_attention(monkeypatch, SMALL, many)
+    by_span, by_split = (np.asarray(attention(*batch.arrays)) for batch in (many, few))
+    assert relative_error(many, by_span, oracle(many, scale=0.1)) < 1e-6
+    np.testing.assert_array_equal(by_split[: len(FEW)], by_span[: len(FEW)])
+
+
+def alone(batch, row):
+    """The row as the only one of a step of the same shape."""
+    start, stop = batch.cu_q_lens[row : row + 2]
+    kv_lens, cu_q_lens = np.zeros_like(batch.kv_lens), np.full_like(batch.cu_q_lens, stop - start)
+    kv_lens[0], cu_q_lens[0] = batch.kv_lens[row], 0
+    return replace(
+        batch,
+        q=np.roll(batch.q, -start, axis=0),
+        block_tables=np.roll(batch.block_tables, -row, axis=0),
+        kv_lens=kv_lens,
+        cu_q_lens=cu_q_lens,
+    )
+
+
+@pytest.mark.parametrize(
+    ("rows", "batch"),
+    [(FEW, pad(FEW, 6, (2, 2), 64, 128)), (CHUNKS, pad(CHUNKS, 67, (7, 1), 64, 32))],
+    ids=["decode", "chunks"],
+)
+def test_the_bits_of_a_row_do_not_depend_on_its_neighbours(rows, batch, monkeypatch):
+    attention = compile_attention(monkeypatch, SMALL, batch)
+    together = np.asarray(attention(*batch.arrays))
+    assert relative_error(batch, together, oracle(batch, scale=0.1)) < 1e-6
+    for row, (count, _) in enumerate(rows):
+        found = np.asarray(attention(*alone(batch, row).arrays))[:count]
+        np.testing.assert_array_equal(found, together[batch.cu_q_lens[row] :][:count])

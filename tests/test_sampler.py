@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from jaxllm.runner.device_state import SamplingState
-from jaxllm.runner.sampler import _largest_with_mass, sample
+from jaxllm.runner.sampler import sample
 from jaxllm.sampling_params import MAX_SUPPRESSED_TOKEN_IDS
 
 VOCAB = 8
@@ -21,9 +21,9 @@ CHI_SQUARE = {0: 1e-9, 1: 10.8, 2: 13.8, 3: 16.3, 4: 18.5, 5: 20.5, 6: 22.5, 7: 
 """What a right sampler exceeds once in a thousand seeds, by degrees of freedom."""
 
 
-@partial(jax.jit, static_argnames="unroll")
-def jitted(logits, sampling, seen, lengths, unroll=False):
-    return sample(logits, sampling, lambda: seen, lengths, unroll=unroll)
+@partial(jax.jit, static_argnames="backend")
+def jitted(logits, sampling, seen, lengths, backend="xla"):
+    return sample(logits, sampling, seen, jnp.arange(len(logits)), lengths, backend=backend)
 
 
 def make_sampling(num_rows, vocab=VOCAB, **fields):
@@ -49,12 +49,12 @@ def make_sampling(num_rows, vocab=VOCAB, **fields):
     return SamplingState(**arrays)
 
 
-def run(logits, lengths=0, seen=None, **fields):
+def run(logits, lengths=0, seen=None, backend="xla", **fields):
     """Tokens and log-probabilities, as NumPy arrays."""
     num_rows, vocab = logits.shape
     seen = np.zeros((num_rows, vocab), bool) if seen is None else seen
     lengths = np.broadcast_to(np.asarray(lengths, np.int32), (num_rows,))
-    sampled = jitted(logits.astype(np.float32), make_sampling(num_rows, vocab, **fields), seen, lengths)
+    sampled = jitted(logits.astype(np.float32), make_sampling(num_rows, vocab, **fields), seen, lengths, backend)
     return np.asarray(sampled.token_ids), np.asarray(sampled.logprobs)
 
 
@@ -199,15 +199,11 @@ def test_rows_with_different_parameters_do_not_meet(fields):
         assert logprob == pytest.approx(together_logprobs[one], abs=1e-5)
 
 
-@pytest.mark.slow  # to compile
-def test_without_loops_the_tokens_are_the_same():
-    rng = np.random.default_rng(2)
-    logits, seen = rng.standard_normal((16, 40)).astype(np.float32), rng.random((16, 40)) < 0.3
-    sampling = make_sampling(
-        16, 40, temperature=rng.choice([0, 1], 16), top_k=rng.choice([0, 9], 16), top_p=rng.choice([1, 0.7], 16)
-    )
-    looped, unrolled = (jitted(logits, sampling, seen, np.arange(16), unroll=unroll) for unroll in (False, True))
-    assert np.array_equal(looped.token_ids, unrolled.token_ids)
+def test_rows_are_taken_by_their_seats():
+    sampling = make_sampling(2, 4, temperature=0.0, repetition_penalty=0.5)
+    seen, seats = jnp.eye(3, 4, dtype=bool), jnp.array([2, 1])
+    sampled = jax.jit(sample)(jnp.ones((2, 4)), sampling, seen, seats, jnp.zeros(2, jnp.int32))
+    assert sampled.token_ids.tolist() == [2, 1], "a penalty below 1 makes the only seen token of the seat the best"
 
 
 def test_a_token_depends_on_key_and_position_and_on_nothing_else():
@@ -283,47 +279,3 @@ def test_logprobs_are_of_the_raw_distribution(fields):
     logits = np.random.default_rng(5).standard_normal((NUM_DRAWS, VOCAB)).astype(np.float32) * 10
     tokens, logprobs = run(logits, np.arange(NUM_DRAWS), seen=np.ones(logits.shape, bool), **fields)
     assert np.allclose(logprobs, exact_logprobs(logits, tokens), atol=1e-5)
-
-
-@jax.jit
-def largest_with_mass(values, weights, target):
-    return _largest_with_mass(values, weights, target)
-
-
-DENORMAL = np.float32(1e-41)
-
-
-def random_floats(rng, shape):
-    """Of every magnitude and both signs, and among them zeros, denormals, infinities and many ties."""
-    bits = rng.integers(0, 2**32, shape, np.uint32)
-    values = bits.view(np.float32)
-    special = rng.choice([0.0, -0.0, DENORMAL, -DENORMAL, -np.inf, np.inf, 1.0, -1.0], shape).astype(np.float32)
-    return np.where(np.isnan(values) | (rng.random(shape) < 0.3), special, values)
-
-
-def test_largest_with_mass_is_exact():
-    """Against a sort, bit for bit but for the sign of zero; weights are whole numbers, so sums are exact."""
-    rng = np.random.default_rng(0)
-    values = random_floats(rng, (512, 40))
-    weights = rng.integers(0, 5, values.shape).astype(np.float32)
-    weights[:, 0] = 1
-    target = np.ceil(rng.random(512) * weights.sum(axis=-1)).astype(np.float32)
-    found = np.asarray(largest_with_mass(values, weights, target))
-    for row in range(512):
-        descending = np.argsort(values[row], kind="stable")[::-1]
-        reached = np.searchsorted(np.cumsum(weights[row][descending]), target[row])
-        assert found[row] == values[row][descending[reached]]
-
-
-def test_largest_with_mass_of_all_and_of_one():
-    values = random_floats(np.random.default_rng(1), (256, 40))
-    ones = np.ones_like(values)
-    assert np.array_equal(largest_with_mass(values, ones, np.full(256, 40, np.float32)), values.min(axis=-1))
-    assert np.array_equal(largest_with_mass(values, ones, np.ones(256, np.float32)), values.max(axis=-1))
-
-
-def test_a_mass_that_rounding_puts_out_of_reach_keeps_everything():
-    """Sums in another order may differ in the last bit: a target just above the sum must not empty the set."""
-    values = random_floats(np.random.default_rng(2), (64, 40))
-    found = largest_with_mass(values, jnp.ones_like(values), np.full(64, 40.001, np.float32))
-    assert np.array_equal(found, values.min(axis=-1))

@@ -9,7 +9,7 @@ from jaxllm.config import CacheSize
 from jaxllm.request import FinishReason, Request, RequestStatus
 from jaxllm.scheduling.plan import StepOutput, StepPlan
 from jaxllm.scheduling.policy import FCFS
-from jaxllm.scheduling.scheduler import Scheduler
+from jaxllm.scheduling.scheduler import Scheduler, StepLimits
 
 ROOMY = CacheSize(num_blocks=201, block_size=4)
 
@@ -19,7 +19,7 @@ def rows_of(plan: StepPlan) -> list[tuple[str, int, int]]:
 
 
 def output_of(plan: StepPlan, token_id: int = 1) -> StepOutput:
-    return StepOutput([token_id] * len(plan.rows), [-1.0] * len(plan.rows))
+    return StepOutput([[token_id]] * len(plan.rows), [[-1.0]] * len(plan.rows))
 
 
 def add_all(engine: FakeEngine | Scheduler, *requests: Request) -> None:
@@ -31,12 +31,12 @@ def add_all(engine: FakeEngine | Scheduler, *requests: Request) -> None:
 
 
 def test_a_plan_is_empty_when_there_is_nothing_to_do():
-    scheduler = Scheduler(4, 16, ROOMY)
+    scheduler = Scheduler(StepLimits(4, 16), ROOMY)
     assert not scheduler.schedule() and not scheduler.has_unfinished
 
 
 def test_prompts_are_computed_in_chunks_under_the_budget_and_running_requests_go_first():
-    engine = FakeEngine(4, 8, ROOMY)
+    engine = FakeEngine(StepLimits(4, 8), ROOMY)
     add_all(engine, make_request("a", 3, 9), make_request("b", 12, 9), make_request("c", 2, 9))
     assert rows_of(engine.launch()) == [("a", 0, 3), ("b", 0, 5)]
     assert rows_of(engine.launch()) == [("a", 3, 4), ("b", 5, 12)]
@@ -44,13 +44,13 @@ def test_prompts_are_computed_in_chunks_under_the_budget_and_running_requests_go
 
 
 def test_only_a_row_that_reaches_the_last_token_samples():
-    scheduler = Scheduler(4, 8, ROOMY)
+    scheduler = Scheduler(StepLimits(4, 8), ROOMY)
     scheduler.add(make_request("a", 12, 9))
     assert [row.samples for _ in range(3) for row in scheduler.schedule().rows] == [False, True, True]
 
 
 def test_no_more_requests_run_than_the_budget_has_tokens():
-    engine = FakeEngine(4, 2, ROOMY)
+    engine = FakeEngine(StepLimits(4, 2), ROOMY)
     add_all(engine, *(make_request(name, 1, 3) for name in "abc"))
     assert rows_of(engine.launch()) == [("a", 0, 1), ("b", 0, 1)]
     assert rows_of(engine.launch()) == [("a", 1, 2), ("b", 1, 2)]
@@ -59,15 +59,17 @@ def test_no_more_requests_run_than_the_budget_has_tokens():
 
 
 def test_when_the_budget_is_spent_the_oldest_were_served():
-    engine = FakeEngine(4, 3, ROOMY)
+    engine = FakeEngine(StepLimits(4, 3), ROOMY)
     add_all(engine, *(make_request(name, 1, 3) for name in "abc"))
     engine.launch()
-    engine.scheduler._max_num_batched_tokens = 2  # admission alone never brings more requests than tokens
+    engine.scheduler._limits = engine.limits = StepLimits(
+        4, 2
+    )  # admission alone never brings more requests than tokens
     assert rows_of(engine.launch()) == [("a", 1, 2), ("b", 1, 2)]
 
 
 def test_the_lowest_free_seat_is_taken_and_the_row_says_so():
-    engine = FakeEngine(3, 32, ROOMY)
+    engine = FakeEngine(StepLimits(3, 32), ROOMY)
     add_all(engine, *(make_request(name, 3, 9) for name in "abcd"))
     assert [(row.seat, row.admitted) for row in engine.launch().rows] == [(0, True), (1, True), (2, True)]
     assert [(row.seat, row.admitted) for row in engine.launch().rows] == [(0, False), (1, False), (2, False)]
@@ -82,8 +84,8 @@ def test_the_lowest_free_seat_is_taken_and_the_row_says_so():
     ]
 
 
-def test_a_request_is_admitted_only_if_blocks_for_all_its_known_tokens_are_free():
-    engine = FakeEngine(4, 8, CacheSize(num_blocks=7, block_size=4))
+def test_a_request_is_admitted_only_if_blocks_for_all_of_its_tokens_are_free():
+    engine = FakeEngine(StepLimits(4, 8), CacheSize(num_blocks=7, block_size=4))
     add_all(engine, make_request("a", 12, 2), make_request("b", 14, 2), make_request("c", 1, 2))
     assert rows_of(engine.launch()) == [("a", 0, 8)]
     plan = engine.launch()
@@ -94,18 +96,18 @@ def test_a_request_is_admitted_only_if_blocks_for_all_its_known_tokens_are_free(
 
 
 def test_a_plan_names_the_blocks_the_device_was_not_told_of():
-    engine = FakeEngine(4, 6, ROOMY)
+    engine = FakeEngine(StepLimits(4, 6), ROOMY)
     engine.add(make_request("a", 10, 5))
     told = [(row.first_new_block, row.new_block_ids) for _ in range(5) for row in engine.launch().rows]
     table = engine.scheduler.kv.block_ids(engine.scheduler.requests["a"])
-    assert told == [(0, table[:2]), (2, table[2:3]), (0, ()), (0, ()), (3, table[3:])]
+    assert told == [(0, table[:3]), (0, ()), (0, ()), (0, ()), (3, table[3:])]
 
 
 # Finishing.
 
 
 def test_an_answer_ends_at_its_length_limit():
-    engine = FakeEngine(2, 32, ROOMY)
+    engine = FakeEngine(StepLimits(2, 32), ROOMY)
     request = make_request("a", 5, 3)
     engine.add(request)
     engine.run()
@@ -128,7 +130,7 @@ def test_an_answer_ends_at_its_length_limit():
     ],
 )
 def test_why_an_answer_of_nines_ends(eos, params, reason, stop_reason, length):
-    scheduler = Scheduler(2, 32, ROOMY)
+    scheduler = Scheduler(StepLimits(2, 32), ROOMY)
     request = make_request("a", 5, 4, eos=eos, **params)
     scheduler.add(request)
     outputs = []
@@ -142,7 +144,7 @@ def test_why_an_answer_of_nines_ends(eos, params, reason, stop_reason, length):
 
 
 def test_a_stop_token_at_the_length_limit_is_a_stop():
-    scheduler = Scheduler(2, 32, ROOMY)
+    scheduler = Scheduler(StepLimits(2, 32), ROOMY)
     request = make_request("a", 5, 1, eos=[9])
     scheduler.add(request)
     plan = scheduler.schedule()
@@ -151,7 +153,7 @@ def test_a_stop_token_at_the_length_limit_is_a_stop():
 
 @pytest.mark.parametrize("launches", [0, 1, 2])
 def test_an_aborted_request_leaves_nothing_behind(launches: int):
-    engine = FakeEngine(1, 4, ROOMY, depth=3)
+    engine = FakeEngine(StepLimits(1, 4), ROOMY, depth=3)
     add_all(engine, make_request("a", 6, 9), make_request("b", 6, 2))
     for _ in range(launches):
         engine.launch()
@@ -165,7 +167,7 @@ def test_an_aborted_request_leaves_nothing_behind(launches: int):
 
 
 def test_a_stop_string_is_an_abort_with_another_reason():
-    scheduler = Scheduler(2, 32, ROOMY)
+    scheduler = Scheduler(StepLimits(2, 32), ROOMY)
     request = make_request("a", 5, 9)
     scheduler.add(request)
     plan = scheduler.schedule()
@@ -175,7 +177,7 @@ def test_a_stop_string_is_an_abort_with_another_reason():
 
 
 def test_an_id_can_be_used_again_while_rows_of_its_first_owner_are_in_flight():
-    engine = FakeEngine(2, 32, ROOMY, depth=3)
+    engine = FakeEngine(StepLimits(2, 32), ROOMY, depth=3)
     engine.add(make_request("a", 6, 9))
     engine.launch()
     engine.launch()
@@ -190,7 +192,7 @@ def test_an_id_can_be_used_again_while_rows_of_its_first_owner_are_in_flight():
 
 
 def test_a_step_is_planned_before_the_last_one_was_read():
-    engine = FakeEngine(2, 32, ROOMY, depth=3)
+    engine = FakeEngine(StepLimits(2, 32), ROOMY, depth=3)
     request = make_request("a", 5, 9)
     engine.add(request)
     plans = [engine.launch() for _ in range(3)]
@@ -202,7 +204,7 @@ def test_a_step_is_planned_before_the_last_one_was_read():
 
 
 def test_nothing_is_computed_past_a_length_limit_that_pending_tokens_reach():
-    engine = FakeEngine(2, 32, ROOMY, depth=9)
+    engine = FakeEngine(StepLimits(2, 32), ROOMY, depth=9)
     engine.add(make_request("a", 5, 2))
     assert engine.launch() and engine.launch() and not engine.launch()
     engine.run()
@@ -212,7 +214,7 @@ def test_nothing_is_computed_past_a_length_limit_that_pending_tokens_reach():
 def test_what_was_computed_past_a_stop_is_dropped():
     request = make_request("a", 5, 9)
     first = sample(request, request.prompt_ids)
-    engine = FakeEngine(2, 32, ROOMY, depth=3)
+    engine = FakeEngine(StepLimits(2, 32), ROOMY, depth=3)
     request = make_request("a", 5, 9, eos=[first])
     engine.add(request)
     engine.run()
@@ -221,7 +223,7 @@ def test_what_was_computed_past_a_stop_is_dropped():
 
 
 def test_plans_are_updated_in_order():
-    scheduler = Scheduler(2, 32, ROOMY)
+    scheduler = Scheduler(StepLimits(2, 32), ROOMY)
     scheduler.add(make_request("a", 5, 9))
     scheduler.schedule()
     second = scheduler.schedule()
@@ -234,7 +236,7 @@ def test_plans_are_updated_in_order():
 
 def crowded(depth: int = 1) -> FakeEngine:
     """Three requests of 2 blocks each in 6 blocks: at the next token each needs a third one."""
-    engine = FakeEngine(4, 64, CacheSize(num_blocks=7, block_size=4), depth)
+    engine = FakeEngine(StepLimits(4, 64), CacheSize(num_blocks=7, block_size=4), depth)
     add_all(engine, make_request("a", 8, 8), make_request("b", 8, 8), make_request("c", 8, 8))
     engine.launch()
     return engine
@@ -252,7 +254,7 @@ def test_the_last_joined_request_is_preempted_for_an_older_one():
 
 
 def test_a_request_can_be_its_own_victim():
-    engine = FakeEngine(4, 64, CacheSize(num_blocks=5, block_size=4))
+    engine = FakeEngine(StepLimits(4, 64), CacheSize(num_blocks=5, block_size=4))
     add_all(engine, make_request("a", 5, 8), make_request("b", 8, 8))
     engine.launch()
     engine.read()
@@ -261,7 +263,7 @@ def test_a_request_can_be_its_own_victim():
 
 
 def test_preempted_requests_wait_before_all_others_in_the_order_they_came():
-    engine = FakeEngine(4, 64, CacheSize(num_blocks=7, block_size=4))
+    engine = FakeEngine(StepLimits(4, 64), CacheSize(num_blocks=7, block_size=4))
     add_all(engine, *(make_request(name, 8, 16) for name in "abc"))
     engine.launch()
     engine.add(make_request("d", 1, 1))
@@ -287,7 +289,7 @@ def test_a_preempted_request_still_receives_its_pending_token_and_waits_for_it()
     assert [output.request_id for output in outputs] == ["c"]
     assert victim.num_pending == 0 and victim.num_known == 9
     (row,) = engine.launch().rows
-    assert row.request is victim and row.admitted and (row.start, row.end) == (0, 9)
+    assert row.request is victim and row.admitted and (row.start, row.end) == (8, 9), "its prompt is still cached"
     assert row.first_new_block == 0 and row.new_block_ids == engine.scheduler.kv.block_ids(victim)
     engine.run()
     assert engine.answers["c"] == expected_answer(victim)[0]
@@ -303,8 +305,8 @@ def test_admission_stops_while_the_next_one_has_pending_tokens():
 
 @pytest.mark.parametrize(("max_tokens", "eos", "reason"), [(1, [], FinishReason.LENGTH), (8, [0], FinishReason.STOP)])
 def test_a_preempted_request_can_finish_with_its_pending_token(max_tokens, eos, reason):
-    scheduler = Scheduler(4, 64, CacheSize(num_blocks=5, block_size=4))
-    add_all(scheduler, make_request("a", 8, 8), make_request("b", 8, max_tokens, eos=eos))
+    scheduler = Scheduler(StepLimits(4, 64), CacheSize(num_blocks=5, block_size=4))
+    add_all(scheduler, make_request("a", 8, 8), make_request("b", 6, max_tokens, eos=eos))
     first = scheduler.schedule()
     scheduler.schedule()
     victim = scheduler.requests["b"]
@@ -327,7 +329,7 @@ def test_a_preempted_request_can_be_aborted():
 
 
 def test_add_refuses_what_the_engine_has_to_refuse_before():
-    scheduler = Scheduler(4, 64, CacheSize(num_blocks=5, block_size=4))
+    scheduler = Scheduler(StepLimits(4, 64), CacheSize(num_blocks=5, block_size=4))
     scheduler.add(make_request("a", 8, 8))
     with pytest.raises(AssertionError, match="here already"):
         scheduler.add(make_request("a", 8, 8))
@@ -368,7 +370,7 @@ class ShortestFirst(FCFS):
 
 
 def test_a_policy_decides_who_is_next_but_nobody_comes_back_in_the_step_that_preempted():
-    scheduler = Scheduler(4, 64, CacheSize(num_blocks=7, block_size=4), ShortestFirst())
+    scheduler = Scheduler(StepLimits(4, 64), CacheSize(num_blocks=7, block_size=4), waiting=ShortestFirst())
     add_all(scheduler, make_request("a", 8, 8), make_request("b", 4, 8), make_request("c", 10, 8))
     assert rows_of(scheduler.schedule()) == [("b", 0, 4), ("a", 0, 8), ("c", 0, 10)]
     scheduler.add(make_request("d", 1, 1))

@@ -15,7 +15,7 @@ from doubles import make_request
 
 from jaxllm.config import CacheSize
 from jaxllm.scheduling.plan import StepOutput
-from jaxllm.scheduling.scheduler import Scheduler
+from jaxllm.scheduling.scheduler import Scheduler, StepLimits
 
 NUM_SEATS = 256
 NUM_STEPS = 1000
@@ -46,19 +46,19 @@ class Timing:
 
 def decoding_scheduler(num_waiting: int) -> Scheduler:
     """All seats taken by requests that decode for long, and others waiting."""
-    scheduler = Scheduler(NUM_SEATS, 8192, CacheSize(num_blocks=30_001, block_size=16))
+    scheduler = Scheduler(StepLimits(NUM_SEATS, 8192), CacheSize(num_blocks=30_001, block_size=16))
     for index in range(NUM_SEATS + num_waiting):
         scheduler.add(make_request(str(index), 100 + index % 50, 1700))
     while any(request.num_uncomputed > 1 for request in list(scheduler.requests.values())[:NUM_SEATS]):
         plan = scheduler.schedule()
-        scheduler.update(plan, StepOutput([7] * len(plan.rows), [-1.0] * len(plan.rows)))
+        scheduler.update(plan, StepOutput([[7]] * len(plan.rows), [[-1.0]] * len(plan.rows)))
     assert (scheduler.num_running, scheduler.num_waiting) == (NUM_SEATS, num_waiting)
     return scheduler
 
 
 def measure(num_waiting: int) -> Timing:
     scheduler, timing = decoding_scheduler(num_waiting), Timing([], [])
-    output = StepOutput([7] * NUM_SEATS, [-1.0] * NUM_SEATS)
+    output = StepOutput([[7]] * NUM_SEATS, [[-1.0]] * NUM_SEATS)
     for _ in range(NUM_STEPS):
         start = time.perf_counter()
         plan = scheduler.schedule()

@@ -1,7 +1,8 @@
 """The same tokens under every schedule.
 
 First the schedules one would name (alone, batched, chunked, preempted, any number of steps in flight), then
-random walks: add, abort, launch and read in any order, with every invariant checked after each action.
+random walks: add, fork, abort, launch and read in any order, with every invariant of scheduler, block tables,
+pool and hash map checked after each action. Prompts are of three families, so that they begin alike.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from hypothesis import strategies as st
 
 from jaxllm.config import CacheSize
 from jaxllm.request import FinishReason, Request
+from jaxllm.scheduling.scheduler import StepLimits
 
 
 def mixed_requests() -> list[Request]:
@@ -27,6 +29,7 @@ def mixed_requests() -> list[Request]:
     ]
 
 
+@pytest.mark.parametrize("max_steps", [1, 4])
 @pytest.mark.parametrize("depth", [1, 2, 3, 5])
 @pytest.mark.parametrize(
     ("num_seats", "budget", "num_blocks", "preempts"),
@@ -39,8 +42,9 @@ def mixed_requests() -> list[Request]:
     ],
     ids=["alone", "batched", "chunked", "preempted", "chunked and preempted"],
 )
-def test_every_schedule_gives_the_same_tokens(depth, num_seats, budget, num_blocks, preempts):
-    engine = FakeEngine(num_seats, budget, CacheSize(num_blocks, block_size=4), depth)
+def test_every_schedule_gives_the_same_tokens(max_steps, depth, num_seats, budget, num_blocks, preempts):
+    engine = FakeEngine(StepLimits(num_seats, budget), CacheSize(num_blocks, block_size=4), depth)
+    engine.max_steps = max_steps
     requests = mixed_requests()
     for request in requests:
         engine.add(request)
@@ -66,10 +70,18 @@ class Shape:
     block_size: int
     spare: int
     depth: int
+    enable_prefix_caching: bool
+    room: int
+    """Blocks that a step can tell the device of admitted requests, beyond those of the longest."""
+    max_steps: int
 
     def engine(self) -> FakeEngine:
         longest = -(-(MAX_LEN - 1) // self.block_size)
-        return FakeEngine(self.num_seats, self.budget, CacheSize(longest + 1 + self.spare, self.block_size), self.depth)
+        limits = StepLimits(self.num_seats, self.budget, longest + self.room)
+        size = CacheSize(longest + 1 + self.spare, self.block_size)
+        engine = FakeEngine(limits, size, self.depth, self.enable_prefix_caching)
+        engine.max_steps = min(self.max_steps, self.block_size)
+        return engine
 
 
 class Walk:
@@ -80,13 +92,14 @@ class Walk:
         self.requests: list[Request] = []
         self.aborted: set[str] = set()
 
-    def add(self, prompt_len: int, max_tokens: int, stops: int) -> None:
-        """A request that stops at every token id that is a multiple of `stops`."""
+    def add(self, prompt_len: int, max_tokens: int, stops: int, family: int, n: int) -> None:
+        """A request with `n` answers that stops at every token id that is a multiple of `stops`."""
         prompt_len = min(prompt_len, MAX_LEN - 1)
         max_tokens = min(max_tokens, MAX_LEN - prompt_len)
-        eos = range(0, 251, stops)
-        request = make_request(str(len(self.requests)), prompt_len, max_tokens, eos=eos, min_tokens=max_tokens // 4)
-        self.requests.append(request)
+        number, eos, min_tokens = len(self.requests), range(0, 251, stops), max_tokens // 4
+        request = make_request(str(number), prompt_len, max_tokens, eos, family=family, min_tokens=min_tokens)
+        request.fork({str(number + index): index for index in range(1, n)})
+        self.requests += [request, *request.children]
         self.engine.add(request)
 
     def abort(self, index: int) -> None:
@@ -123,7 +136,14 @@ class Walk:
 
 
 ACTIONS = st.one_of(
-    st.tuples(st.just("add"), st.integers(1, MAX_LEN), st.integers(1, MAX_LEN), st.sampled_from([3, 20, 500])),
+    st.tuples(
+        st.just("add"),
+        st.integers(1, MAX_LEN),
+        st.integers(1, MAX_LEN),
+        st.sampled_from([3, 20, 500]),
+        st.integers(0, 2),
+        st.sampled_from([1, 1, 2, 5]),
+    ),
     st.tuples(st.just("abort"), st.integers(0, 99)),
     st.tuples(st.just("launch")),
     st.tuples(st.just("launch")),
@@ -136,6 +156,9 @@ SHAPES = st.builds(
     block_size=st.sampled_from(BLOCK_SIZES),
     spare=st.integers(0, 20),
     depth=st.integers(1, 4),
+    enable_prefix_caching=st.sampled_from([True, True, False]),
+    room=st.integers(0, 20),
+    max_steps=st.sampled_from([1, 1, 2, 4]),
 )
 
 
@@ -155,11 +178,13 @@ def test_long_walk(seed: int):
     rng = random.Random(seed)
     block_size = BLOCK_SIZES[seed % 4]
     spare = rng.randint(0, MAX_LEN // block_size)
-    walk = Walk(Shape(rng.randint(4, 8), rng.choice([4, 16, 64]), block_size, spare, 1 + seed % 5))
+    budget, caching, room = rng.choice([4, 16, 64]), seed % 7 != 0, rng.choice([0, 5, 100])
+    walk = Walk(Shape(rng.randint(4, 8), budget, block_size, spare, 1 + seed % 5, caching, room, 1 + seed % 4))
     for _ in range(1000):
         action = rng.choices(["add", "abort", "launch", "read"], [2, 0.3, 10, 9])[0]
         if action == "add":
-            walk.add(rng.randint(1, MAX_LEN), rng.randint(1, MAX_LEN), rng.choice([3, 20, 500]))
+            lengths = rng.randint(1, MAX_LEN), rng.randint(1, MAX_LEN)
+            walk.add(*lengths, rng.choice([3, 20, 500]), rng.randrange(3), rng.choice([1, 1, 1, 1, 3]))
         elif action == "abort":
             walk.abort(rng.randrange(99))
         else:
@@ -167,3 +192,4 @@ def test_long_walk(seed: int):
         walk.engine.check_invariants()
     walk.finish()
     assert walk.engine.scheduler.num_preemptions > 0, "the walk was meant to be tight"
+    assert walk.engine.scheduler.kv.stats().prefix_cache.hits > 0, "the walk was meant to share"

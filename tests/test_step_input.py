@@ -16,16 +16,18 @@ from jaxllm.runner.buckets import Bucket
 from jaxllm.runner.device_state import DeviceState, SamplingState
 from jaxllm.runner.sampler import Sample
 from jaxllm.runner.step import apply_changes, lay_out_tokens, place_tokens, remember
-from jaxllm.runner.step_input import LARGEST, SMALLEST, StepInput, StepLayout
+from jaxllm.runner.step_input import LARGEST, SMALLEST, StepInput, StepLayout, most_admitted_blocks
 from jaxllm.sampling_params import MAX_SUPPRESSED_TOKEN_IDS, SamplingParams
 from jaxllm.scheduling.plan import PlanRow, StepPlan
 
 BLOCK_SIZE, NUM_SEATS, MAX_BLOCKS, VOCAB = 4, 6, 10, 100
 NUM_BLOCKS = 1000
 TRASH = NUM_SEATS
+ADMITTED_BLOCKS = 25
+"""Of rows that take their seats in a step: two and a half tables of the longest request."""
 MAX_LEN = BLOCK_SIZE * MAX_BLOCKS
 LAYOUTS = {
-    name: StepLayout(bucket, BLOCK_SIZE, TRASH, VOCAB)
+    name: StepLayout(bucket, ADMITTED_BLOCKS, TRASH, VOCAB)
     for name, bucket in {
         "mixed": Bucket(24, NUM_SEATS, admits=True),
         "mixed with more rows than tokens": Bucket(3, NUM_SEATS, admits=True),
@@ -65,16 +67,16 @@ def random_request(rng, num_tokens, num_known):
 
 
 def random_row(rng, seat, budget, admits):
-    """A chunk of known tokens, or the one token that is still on the device."""
+    """A chunk of known tokens, or the one token that is still on the device; part of an admitted one is cached."""
     admitted = admits and rng.random() < 0.5
     pending = not admitted and rng.random() < 0.4
-    start = 0 if admitted else rng.randint(1, MAX_LEN - budget)
+    start = rng.choice([0, rng.randint(0, MAX_LEN - budget)]) if admitted else rng.randint(1, MAX_LEN - budget)
     num_tokens = 1 if pending else rng.randint(1, budget)
     end = start + num_tokens
     num_known = start if pending else rng.randint(end, MAX_LEN)
     last = max(end, num_known)
     first_new = 0 if admitted else -(-start // BLOCK_SIZE)
-    new = -(-end // BLOCK_SIZE) - first_new
+    new = -(-last // BLOCK_SIZE) if admitted else rng.randint(0, first_new < MAX_BLOCKS)
     return PlanRow(
         request=random_request(rng, last, num_known),
         seat=seat,
@@ -94,9 +96,11 @@ def random_plan(rng, layout):
     num_rows = rng.randint(1, min(bucket.rows, bucket.tokens))
     spare = bucket.tokens - num_rows if bucket.admits else 0
     rows = []
+    room = layout.admitted_blocks
     for seat in rng.sample(range(NUM_SEATS), num_rows):
-        rows.append(random_row(rng, seat, 1 + rng.randint(0, spare), bucket.admits))
+        rows.append(random_row(rng, seat, 1 + rng.randint(0, spare), bucket.admits and room >= MAX_BLOCKS))
         spare -= rows[-1].num_tokens - 1
+        room -= len(rows[-1].new_block_ids) if rows[-1].admitted else 0
     return StepPlan(tuple(rows))
 
 
@@ -140,14 +144,12 @@ def test_rows_survive_packing(layout, rng):
 def test_table_changes_survive_packing(layout, rng):
     plan = random_plan(rng, layout)
     step = pack_and_unpack(layout, plan)
-    changes = np.stack([step.table_seat, step.table_index, step.table_block], axis=1).tolist()
-    expected = [
-        [row.seat, row.first_new_block + index, block]
-        for row in plan.rows
-        for index, block in enumerate(row.new_block_ids)
-    ]
-    assert changes[: len(expected)] == expected
-    assert all(seat == TRASH and block == 0 for seat, _, block in changes[len(expected) :])
+    blocks, count = [block for row in plan.rows for block in row.new_block_ids], len(plan.rows)
+    padding = [0] * (layout.bucket.rows - count)
+    assert step.new_blocks.tolist() == blocks + [0] * (len(step.new_blocks) - len(blocks))
+    assert step.first_block.tolist() == [row.first_new_block for row in plan.rows] + padding
+    assert np.diff(step.block_start).tolist() == [len(row.new_block_ids) for row in plan.rows] + padding
+    assert step.block_start[0] == 0
 
 
 @each_layout
@@ -158,6 +160,7 @@ def test_sampling_of_admitted_rows_survives_packing(layout, rng):
     admitted = [row for row in plan.rows if row.admitted]
     padding = [TRASH] * (len(step.admitted_seats) - len(admitted))
     assert step.admitted_seats.tolist() == [row.seat for row in admitted] + padding
+    assert step.fresh_seats.tolist() == [TRASH if row.start else row.seat for row in admitted] + padding
     for index, row in enumerate(admitted):
         check_sampling(row.request, SamplingState(*(field[index] for field in step.admitted)))
 
@@ -197,18 +200,20 @@ def test_as_many_stop_tokens_as_there_is_room_for():
 
 @each_layout
 def test_the_most_a_bucket_holds_fits(layout):
-    """Every row begins a block, and tokens fill blocks to the brim."""
-    tokens, rows = layout.bucket.tokens, min(layout.bucket.rows, layout.bucket.tokens)
-    lengths = [1] * (rows - 1) + [tokens - rows + 1]
-    plan_rows = []
-    for seat, length in enumerate(lengths):
-        request = Request(str(seat), tuple(range(1, 60)), SamplingParams(), frozenset(), 60, seed=0)
-        blocks = tuple(range(1, 1 + -(-length // BLOCK_SIZE)))
-        admits = layout.bucket.admits
-        start = 0 if admits else BLOCK_SIZE
-        plan_rows.append(PlanRow(request, seat, start, length, 59, start // BLOCK_SIZE, blocks, admits, samples=False))
+    """Every row but the last begins a block; that one takes its seat with as many as the step can name."""
+    rows = min(layout.bucket.rows, layout.bucket.tokens)
+    request = Request("full", tuple(range(1, 60)), SamplingParams(), frozenset(), 60, seed=0)
+    plan_rows = [PlanRow(request, seat, 4, 1, 59, 1, (7,), admitted=False, samples=False) for seat in range(rows)]
+    if layout.bucket.admits:
+        table = tuple(range(1, 1 + ADMITTED_BLOCKS))
+        plan_rows[-1] = PlanRow(request, rows, 4, 1, 59, 0, table, admitted=True, samples=False)
     step = pack_and_unpack(layout, StepPlan(tuple(plan_rows)))
-    assert (step.table_block > 0).sum() == sum(-(-length // BLOCK_SIZE) for length in lengths)
+    assert (step.new_blocks > 0).sum() == rows + (ADMITTED_BLOCKS - 1 if layout.bucket.admits else 0)
+
+
+@pytest.mark.parametrize(("max_blocks", "num_seats", "most"), [(8192, 256, 8192), (10, 16, 160), (128, 256, 4096)])
+def test_a_step_can_name_the_longest_table(max_blocks, num_seats, most):
+    assert most_admitted_blocks(max_blocks, num_seats) == most
 
 
 def random_state(rng):
@@ -234,9 +239,7 @@ def all_parts(state: DeviceState, step: StepInput, sampled: Sample):
     """The parts of `run_step` around the model, one after the other."""
     changed = apply_changes(state, step)
     tokens = lay_out_tokens(changed, step)
-    model = SimpleNamespace(
-        setting=SimpleNamespace(attention_backend="xla"), config=SimpleNamespace(group_size=2, head_dim=64)
-    )
+    model = SimpleNamespace(setting=SimpleNamespace(backend="xla"), config=SimpleNamespace(group_size=2, head_dim=64))
     placement = place_tokens(model, changed, step, tokens, (NUM_BLOCKS, BLOCK_SIZE))
     return changed, tokens, placement, remember(changed, step, sampled)
 
@@ -258,12 +261,13 @@ def test_changes_reach_their_seats_and_no_other(layout, rng):
     for row in plan.rows:
         table[row.seat, row.first_new_block : row.first_new_block + len(row.new_block_ids)] = row.new_block_ids
     assert np.array_equal(after.block_table[:TRASH], table[:TRASH])
-    admitted = {row.seat: row.request for row in plan.rows if row.admitted}
+    admitted = {row.seat: row for row in plan.rows if row.admitted}
     for seat in range(NUM_SEATS):
         old, new = (SamplingState(*(field[seat] for field in state.sampling)) for state in (before, after))
         if seat in admitted:
-            check_sampling(admitted[seat], new)
-            assert not after.seen[seat].any()
+            check_sampling(admitted[seat].request, new)
+            seen = before.seen[seat] if admitted[seat].start else np.zeros(VOCAB, bool)
+            assert np.array_equal(after.seen[seat], seen), "what was cached of a request was marked before the step"
         else:
             assert all(map(np.array_equal, old, new))
             assert np.array_equal(after.seen[seat], before.seen[seat])

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from jaxllm.engine.detokenizer import IncrementalDetokenizer
+from jaxllm.engine.detokenizer import IncrementalDetokenizer, TextVocabulary
 from jaxllm.engine.gguf_tokenizer import gguf_backend, gguf_chat_templates, gguf_special_tokens
 from jaxllm.engine.tokenizer import Tokenizer, load_tokenizer
 from jaxllm.models.hub import pull
@@ -103,8 +103,8 @@ def test_decoding_gives_the_text_back(changes, text):
     tokenizer = make(**changes)
     ids = tokenizer.encode(text)
     assert tokenizer.decode(ids) == text
-    stream = IncrementalDetokenizer(tokenizer, [])
-    assert "".join(map(stream.append, ids)) + stream.flush() == text
+    stream = IncrementalDetokenizer(TextVocabulary(tokenizer), [])
+    assert "".join(stream.append([token_id]) for token_id in ids) + stream.flush() == text
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,7 @@
 
 `Oracle` computes the model densely in float64 NumPy, sharing nothing with the engine: no paging, no
 batching, no XLA. `check_answer` holds an answer of the engine against it, position by position. What
-turns logits into a sampled token is the sampler's own functions, which tests/test_sampler.py checks.
+turns logits into a sampled token is the engine's own functions, which have tests of their own.
 """
 
 import dataclasses
@@ -14,9 +14,10 @@ import numpy as np
 import safetensors.numpy
 from toy_tokenizers import byte_level
 
+from jaxllm.kernels.gumbel import gumbel
+from jaxllm.kernels.sampling import find_threshold, summarize
 from jaxllm.outputs import RequestOutput
-from jaxllm.runner.device_state import SamplingState
-from jaxllm.runner.sampler import _gumbel, _penalize, _threshold
+from jaxllm.runner.sampler import _penalize
 from jaxllm.sampling_params import SamplingParams
 
 HIDDEN, HEADS, KV_HEADS, HEAD_DIM, INTERMEDIATE, VOCAB, LAYERS, CONTEXT = 48, 9, 3, 16, 96, 270, 2, 160
@@ -149,18 +150,11 @@ def _perturb(logits: np.ndarray, prompt: list[int], answer: list[int], params: S
     if params.greedy:
         return np.asarray(adjusted)
     seed = params.seed or 0
-    sampling = SamplingState(
-        temperature=jnp.full(rows, params.temperature),
-        top_p=jnp.full(rows, params.top_p),
-        top_k=jnp.full(rows, params.top_k),
-        repetition_penalty=jnp.full(rows, params.repetition_penalty),
-        key=jnp.tile(jnp.asarray([seed >> 32, seed & 0xFFFFFFFF], jnp.uint32), (rows, 1)),
-        min_len=jnp.zeros(rows, jnp.int32),
-        stop_ids=jnp.zeros((rows, 1), jnp.int32),
-    )
-    scaled = adjusted / params.temperature
-    kept = jnp.where(scaled >= _threshold(scaled, sampling)[:, None], scaled, -jnp.inf)
-    return np.asarray(kept + _gumbel(sampling.key, len(prompt) + jnp.arange(rows), VOCAB))
+    scale, top_k, top_p = (jnp.full(rows, number) for number in (1 / params.temperature, params.top_k, params.top_p))
+    threshold = find_threshold(adjusted, summarize(adjusted, scale), scale, top_k, top_p)
+    key = jnp.tile(jnp.asarray([seed >> 32, seed & 0xFFFFFFFF], jnp.uint32), (rows, 1))
+    noise = gumbel(key, len(prompt) + jnp.arange(rows), VOCAB)
+    return np.asarray(jnp.where(adjusted >= threshold[:, None], adjusted / params.temperature + noise, -jnp.inf))
 
 
 def make_params(index: int, num_tokens: int) -> SamplingParams:

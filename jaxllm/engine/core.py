@@ -7,14 +7,18 @@ A step that leaves no request unfinished leaves nothing in flight either.
 
 from __future__ import annotations
 
+import logging
 import weakref
 from collections import deque
 
+from jaxllm.engine.pacing import StepPacer
 from jaxllm.outputs import TokenOutput
 from jaxllm.request import FinishReason, Request
 from jaxllm.runner.model_runner import ModelRunner, PendingStep
 from jaxllm.scheduling.plan import StepPlan
-from jaxllm.scheduling.scheduler import Scheduler
+from jaxllm.scheduling.scheduler import Scheduler, StepLimits
+
+logger = logging.getLogger(__name__)
 
 type InFlight = deque[tuple[StepPlan, PendingStep]]
 
@@ -30,8 +34,10 @@ class EngineCore:
         config = runner.config
         assert config.max_num_seqs and config.max_num_batched_tokens, "unresolved defaults"
         self.runner = runner
-        self.scheduler = Scheduler(config.max_num_seqs, config.max_num_batched_tokens, runner.size)
+        limits = StepLimits(config.max_num_seqs, config.max_num_batched_tokens, runner.admitted_blocks)
+        self.scheduler = Scheduler(limits, runner.size, config.enable_prefix_caching)
         self._in_flight: InFlight = deque()
+        self._pacer = StepPacer(runner.max_steps)
         self._end: BaseException | None = None
         # XLA ends the process badly if it exits while a step runs.
         self._drain_at_exit = weakref.finalize(self, _wait_for, self._in_flight)
@@ -57,6 +63,13 @@ class EngineCore:
         """Ends a request; its blocks are free at once. False if it had ended before."""
         return self.scheduler.abort(request_id, reason, stop_reason)
 
+    def reset_prefix_cache(self) -> bool:
+        """Forgets cached K/V; False and nothing changed while requests hold some."""
+        if not self.scheduler.kv.reset_prefix_cache():
+            logger.warning("the prefix cache is not reset: %d requests are running", self.scheduler.num_running)
+            return False
+        return True
+
     @property
     def has_unfinished(self) -> bool:
         return self.scheduler.has_unfinished
@@ -73,13 +86,15 @@ class EngineCore:
 
     def _launch_ahead(self) -> None:
         limit = self.runner.config.max_steps_in_flight
-        while len(self._in_flight) < limit and (plan := self.scheduler.schedule()):
+        while len(self._in_flight) < limit and (plan := self.scheduler.schedule(self._pacer.num_steps)):
             self._in_flight.append((plan, self.runner.launch(plan)))
         stuck = not self._in_flight and self.scheduler.has_unfinished
         assert not stuck, "requests wait, but nothing can be computed"
 
     def _read_oldest(self) -> list[TokenOutput]:
         plan, pending = self._in_flight[0]
+        if len(self._in_flight) > 1:
+            self._pacer.note_read(pending.is_ready)
         output = pending.result()  # may be interrupted: the step is then still there
         self._in_flight.popleft()
         return self.scheduler.update(plan, output)

@@ -1,8 +1,9 @@
-"""Token ids to text, one token at a time.
+"""Token ids to text, one token or many at a time.
 
 The invariant: what `append` returned so far, plus what `flush` returns, is the text that decoding prompt and
-answer at once gives after the prompt's part (for byte-level tokenizers: decoding the answer alone). Text is
-returned as soon as no later token can change it, and the work per token does not grow with the answer.
+answer at once gives after the prompt's part (for byte-level tokenizers: decoding the answer alone), however the
+tokens are cut into calls. Text is returned as soon as no later token can change it, and the work per token does
+not grow with the answer.
 
 Three things make the text of a token depend on its neighbours:
 
@@ -19,6 +20,7 @@ from __future__ import annotations
 import codecs
 import re
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from tokenizers import decoders
 
@@ -35,15 +37,55 @@ MAX_HELD_BYTES = 32
 """Byte tokens held back at most, once they end on a whole character: a run that goes on is shown in parts."""
 
 
-class IncrementalDetokenizer:
-    """The growing text of one answer."""
+class TokenText(NamedTuple):
+    """What a token that has text is to a detokenizer."""
 
-    def __init__(self, tokenizer: Tokenizer, prompt_ids: Sequence[int], skip_special_tokens: bool = True) -> None:
+    alone: str
+    """Its text as the only token of an answer."""
+    byte: int | None
+    """Its value if it is a byte token."""
+    is_whole: bool
+    """It ends and begins with whole characters, and its text does not depend on the token before it."""
+
+
+class TextVocabulary:
+    """The tokens' texts, each looked up once for all answers."""
+
+    def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool = True) -> None:
         self._tokenizer = tokenizer
         self._skip_special_tokens = skip_special_tokens
         self._skipped_ids = tokenizer.special_ids if skip_special_tokens else frozenset()
-        self._needs_context = not isinstance(tokenizer.backend.decoder, decoders.ByteLevel)
-        self._run = _ByteRun() if _has_byte_fallback(tokenizer) else None
+        self.has_byte_tokens = _has_byte_fallback(tokenizer)
+        self.needs_context = not isinstance(tokenizer.backend.decoder, decoders.ByteLevel)
+        """A token's text depends on whether one comes before it."""
+        self._known: dict[int, TokenText | None] = {}
+
+    def get(self, token_id: int) -> TokenText | None:
+        """None for a token without text: one that is skipped, or not in the vocabulary."""
+        try:
+            return self._known[token_id]
+        except KeyError:
+            self._known[token_id] = found = self._look_up(token_id)
+            return found
+
+    def decode(self, ids: list[int]) -> str:
+        return self._tokenizer.decode(ids, skip_special_tokens=self._skip_special_tokens)
+
+    def _look_up(self, token_id: int) -> TokenText | None:
+        token = None if token_id in self._skipped_ids else self._tokenizer.id_to_token(token_id)
+        if not token:
+            return None
+        alone = self.decode([token_id])
+        byte = _parse_byte_token(token) if self.has_byte_tokens else None
+        return TokenText(alone, byte, not self.needs_context and REPLACEMENT not in alone)
+
+
+class IncrementalDetokenizer:
+    """The growing text of one answer."""
+
+    def __init__(self, vocabulary: TextVocabulary, prompt_ids: Sequence[int]) -> None:
+        self._vocabulary = vocabulary
+        self._run = _ByteRun() if vocabulary.has_byte_tokens else None
         self._pending: list[int] = []
         """Tokens whose text is not complete; together they end in U+FFFD."""
         self._context: list[int] = []
@@ -52,31 +94,45 @@ class IncrementalDetokenizer:
         """Characters of the text of context and pending tokens that were returned."""
         self._set_context(self._find_context(prompt_ids))
 
-    def append(self, token_id: int) -> str:
-        """Add a token; returns the text that became final, which can be empty."""
-        token = self._get_token(token_id)
-        if not token:
-            return ""
-        byte = self._get_byte(token)
-        if byte is None:
-            return self._close_run() + self._append_text(token_id)
-        return self._settle() + self._append_byte(token_id, byte)
+    def append(self, token_ids: Sequence[int]) -> str:
+        """Add tokens; returns the text that became final, which can be empty."""
+        if len(token_ids) == 1 and not self._pending:  # nearly every token of a stream
+            found = self._vocabulary.get(token_ids[0])
+            if found is not None and found.is_whole:
+                return found.alone
+        texts: list[str] = []
+        neighbours: list[int] = []
+        for token_id in token_ids:
+            found = self._vocabulary.get(token_id)
+            if found is None:
+                continue
+            if found.byte is None:
+                neighbours.append(token_id)
+                continue
+            texts += self._append_texts(neighbours), self._settle(), self._append_byte(token_id, found.byte)
+            neighbours = []
+        texts.append(self._append_texts(neighbours))
+        return "".join(texts)
 
     def flush(self) -> str:
         """End the text; returns what was held."""
         return self._settle() + self._close_run()
 
-    def _append_text(self, token_id: int) -> str:
-        self._pending.append(token_id)
+    def _append_texts(self, token_ids: list[int]) -> str:
+        """Add tokens that are no byte tokens."""
+        if not token_ids:
+            return ""
+        before = self._close_run()
+        self._pending += token_ids
         text = self._decode(self._context + self._pending)
         end = len(text) - text.endswith(REPLACEMENT)
         new = text[self._num_shown : end]
         if end == len(text):
-            self._settle_at(token_id)
+            self._settle_at(token_ids[-1])
         else:
             self._num_shown = end
             self._bound_pending()
-        return new
+        return before + new
 
     def _append_byte(self, token_id: int, byte: int) -> str:
         assert self._run is not None, "only a decoder with byte fallback has byte tokens"
@@ -92,14 +148,14 @@ class IncrementalDetokenizer:
 
     def _settle_at(self, token_id: int) -> None:
         self._pending.clear()
-        self._set_context([token_id] if self._needs_context else [])
+        self._set_context([token_id] if self._vocabulary.needs_context else [])
 
     def _bound_pending(self) -> None:
         """Forget pending tokens that no longer matter: UTF-8 finds its way again after any cut."""
         surplus = len(self._pending) - MAX_UNFINISHED_TOKENS
         if surplus <= 0:
             return
-        if self._needs_context:
+        if self._vocabulary.needs_context:
             self._context = self._pending[surplus - 1 : surplus]
         del self._pending[:surplus]
         self._num_shown = len(self._decode(self._context + self._pending)) - len(REPLACEMENT)
@@ -122,30 +178,23 @@ class IncrementalDetokenizer:
         return text
 
     def _set_context(self, ids: list[int]) -> None:
+        """At most one token, which has text."""
         self._context = ids
-        self._num_shown = len(self._decode(ids)) if ids else 0
+        found = self._vocabulary.get(ids[0]) if ids else None
+        self._num_shown = 0 if found is None else len(found.alone)
 
     def _find_context(self, prompt_ids: Sequence[int]) -> list[int]:
         """The prompt's last token, passing over those without text and those that end inside a character."""
-        if not self._needs_context:
+        if not self._vocabulary.needs_context:
             return []
         for token_id in reversed(prompt_ids):
-            token = self._get_token(token_id)
-            if not token:
-                continue
-            if self._get_byte(token) is not None or not self._decode([token_id]).endswith(REPLACEMENT):
+            found = self._vocabulary.get(token_id)
+            if found is not None and (found.byte is not None or not found.alone.endswith(REPLACEMENT)):
                 return [token_id]
         return []
 
-    def _get_token(self, token_id: int) -> str | None:
-        """The token as it is in the vocabulary; None if it has no text (skipped, or not in the vocabulary)."""
-        return None if token_id in self._skipped_ids else self._tokenizer.id_to_token(token_id)
-
-    def _get_byte(self, token: str) -> int | None:
-        return None if self._run is None else _parse_byte_token(token)
-
     def _decode(self, ids: list[int]) -> str:
-        return self._tokenizer.decode(ids, skip_special_tokens=self._skip_special_tokens)
+        return self._vocabulary.decode(ids)
 
 
 class _ByteRun:

@@ -1,8 +1,9 @@
-"""From the engine core's token ids to what a caller reads: text, stop strings, cumulative outputs.
+"""From the engine core's token ids to what a caller reads: text, stop strings, outputs of the kind asked for.
 
-The invariants: each text of a request is the beginning of its next one, so that a caller can stream the difference;
-no part of a stop string or of an unfinished character is ever in it; and after the end of a request (a stop string
-included, which the core does not see) nothing more comes for it, whatever steps still in flight bring.
+The invariants: text that was shown never changes, so that a caller can stream it; no part of a stop string or of an
+unfinished character is ever in it; the final text is the same for every kind of output; and after the end of a
+request (a stop string included, which the core does not see) nothing more comes for it, whatever steps still in
+flight bring. The work of a step does not grow with the answers, and text that nobody reads yet is not made.
 """
 
 from __future__ import annotations
@@ -10,12 +11,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from jaxllm.engine.detokenizer import IncrementalDetokenizer
+from jaxllm.engine.detokenizer import IncrementalDetokenizer, TextVocabulary
 from jaxllm.engine.stop_strings import StopStringMatcher
 from jaxllm.engine.tokenizer import Tokenizer
-from jaxllm.outputs import CompletionOutput, RequestOutput, TokenOutput
+from jaxllm.outputs import CompletionOutput, RequestOutput, TokenIds, TokenOutput
 from jaxllm.request import FinishReason
-from jaxllm.sampling_params import SamplingParams
+from jaxllm.sampling_params import RequestOutputKind, SamplingParams
 
 
 @dataclass(frozen=True)
@@ -30,18 +31,18 @@ class OutputProcessor:
     """The answers of all unfinished requests, as text."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
-        self._tokenizer = tokenizer
+        self._vocabulary = TextVocabulary(tokenizer)
         self._answers: dict[str, _Answer] = {}
 
     def add(self, request_id: str, prompt: str | None, prompt_ids: Sequence[int], params: SamplingParams) -> None:
         """Register a request, before its first token can come."""
         if request_id in self._answers:
             raise ValueError(f"request_id={request_id!r} belongs to a request that is not finished: use another one")
-        detokenizer = IncrementalDetokenizer(self._tokenizer, prompt_ids)
+        detokenizer = IncrementalDetokenizer(self._vocabulary, prompt_ids) if params.detokenize else None
         self._answers[request_id] = _Answer(request_id, prompt, list(prompt_ids), params, detokenizer)
 
     def process(self, token_outputs: Iterable[TokenOutput]) -> tuple[list[RequestOutput], list[StoppedRequest]]:
-        """Take what a step did; returns the requests' new states, and which of them a stop string ended.
+        """Take what a step did; returns the outputs that are due, and which requests a stop string ended.
 
         Tokens of requests that ended before are dropped.
         """
@@ -52,7 +53,8 @@ class OutputProcessor:
             if answer is None:
                 continue
             answer.extend(token_output)
-            outputs.append(self._report(answer))
+            if answer.has_output:
+                outputs.append(self._report(answer))
             if answer.stop_string is not None and token_output.finish_reason is None:
                 stopped.append(StoppedRequest(answer.request_id, answer.stop_string))
         return outputs, stopped
@@ -80,64 +82,102 @@ class _Answer:
         prompt: str | None,
         prompt_ids: list[int],
         params: SamplingParams,
-        detokenizer: IncrementalDetokenizer,
+        detokenizer: IncrementalDetokenizer | None,
     ) -> None:
         self.request_id = request_id
         self.finish_reason: str | None = None
         self._prompt = prompt
         self._prompt_ids = prompt_ids
         self._min_tokens = params.min_tokens
+        self._kind = params.output_kind
         self._detokenizer = detokenizer
-        self._matcher = StopStringMatcher(params.stop)
+        self._matcher = StopStringMatcher(params.stop) if params.stop else None
         self._text = ""
+        """Of the answer; with DELTA of its next output."""
         self._token_ids: list[int] = []
+        """Only grows: snapshots share it."""
+        self._num_read = 0
+        """Tokens given to the detokenizer."""
+        self._num_reported = 0
+        """Tokens of earlier outputs, with DELTA."""
         self._cumulative_logprob = 0.0
+        self._num_cached_tokens = 0
         self._stop_reason: int | str | None = None
 
     @property
     def stop_string(self) -> str | None:
         """The stop string that ended the answer."""
-        return self._matcher.matched
+        return None if self._matcher is None else self._matcher.matched
+
+    @property
+    def has_output(self) -> bool:
+        """The caller wants to see the answer as it is now."""
+        return self.finish_reason is not None or self._kind is not RequestOutputKind.FINAL_ONLY
 
     def extend(self, token_output: TokenOutput) -> None:
         """Add the tokens of a step, up to the one that completes a stop string."""
-        num_new = len(token_output.new_token_ids)
-        for index, token_id in enumerate(token_output.new_token_ids):
-            self._token_ids.append(token_id)
-            self._cumulative_logprob += token_output.new_logprobs[index]
-            is_stop_token = token_output.finish_reason == FinishReason.STOP and index == num_new - 1
-            if not is_stop_token:
-                self._show(self._detokenizer.append(token_id))
-            if self.stop_string is not None:
-                break
-        if self.stop_string is not None or token_output.finish_reason is not None:
-            self.finish(token_output.finish_reason, token_output.stop_reason)
+        reason = token_output.finish_reason
+        self._num_cached_tokens = token_output.num_cached_tokens
+        if self._matcher is not None:
+            self._extend_to_stop_string(token_output)
+        else:
+            self._token_ids += token_output.new_token_ids
+            for logprob in token_output.new_logprobs:
+                self._cumulative_logprob += logprob
+            if self._kind is not RequestOutputKind.FINAL_ONLY or reason is not None:
+                self._read(len(self._token_ids) - (reason == FinishReason.STOP))
+        if reason is not None or self.stop_string is not None:
+            self.finish(reason, token_output.stop_reason)
 
     def finish(self, reason: str | None, stop_reason: int | str | None) -> None:
         """Show what was held, and end: for the reason given, unless the text ends at a stop string."""
-        if self.stop_string is None:
+        if reason == FinishReason.ABORT:
+            self._read(len(self._token_ids))
+        if self._detokenizer is not None and self.stop_string is None:
             self._show(self._detokenizer.flush())
-        if self.stop_string is None:
-            self._text += self._matcher.flush()
-        else:
+        if self.stop_string is not None:
             reason, stop_reason = FinishReason.STOP, self.stop_string
+        elif self._matcher is not None:
+            self._text += self._matcher.flush()
         self.finish_reason = None if reason is None else str(reason)
         self._stop_reason = stop_reason
 
     def make_output(self) -> RequestOutput:
         """A snapshot, which does not change as the answer grows."""
-        completion = CompletionOutput(
-            index=0,
-            text=self._text,
-            token_ids=self._token_ids.copy(),
-            cumulative_logprob=self._cumulative_logprob,
-            finish_reason=self.finish_reason,
-            stop_reason=self._stop_reason,
-        )
         finished = self.finish_reason is not None
-        return RequestOutput(self.request_id, self._prompt, self._prompt_ids, [completion], finished)
+        if self._kind is RequestOutputKind.DELTA:
+            token_ids = self._token_ids[self._num_reported :]
+        else:
+            token_ids = self._token_ids if finished else TokenIds(self._token_ids)
+        completion = CompletionOutput(
+            0, self._text, token_ids, self._cumulative_logprob, self.finish_reason, self._stop_reason
+        )
+        if self._kind is RequestOutputKind.DELTA:
+            self._num_reported = len(self._token_ids)
+            self._text = ""
+        cached = self._num_cached_tokens
+        return RequestOutput(self.request_id, self._prompt, self._prompt_ids, [completion], finished, cached)
+
+    def _extend_to_stop_string(self, token_output: TokenOutput) -> None:
+        """Token by token: none comes after the one that completes a stop string."""
+        num_left = len(token_output.new_token_ids)
+        for token_id, logprob in zip(token_output.new_token_ids, token_output.new_logprobs, strict=True):
+            num_left -= 1
+            self._token_ids.append(token_id)
+            self._cumulative_logprob += logprob
+            is_stop_token = token_output.finish_reason == FinishReason.STOP and num_left == 0
+            if not is_stop_token:
+                self._read(len(self._token_ids))
+            if self.stop_string is not None:
+                break
+
+    def _read(self, end: int) -> None:
+        """Make text of the tokens up to `end` that were not read yet."""
+        start, self._num_read = self._num_read, end
+        if self._detokenizer is not None and start < end:
+            self._show(self._detokenizer.append(self._token_ids[start:end]))
 
     def _show(self, text: str) -> None:
-        if text:
-            may_stop = len(self._token_ids) > self._min_tokens
-            self._text += self._matcher.append(text, may_stop)
+        if self._matcher is not None and text:
+            text = self._matcher.append(text, may_stop=len(self._token_ids) > self._min_tokens)
+        self._text += text

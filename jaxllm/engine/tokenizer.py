@@ -6,6 +6,7 @@ decoding (no clean-up of spaces), so a longer prefix never rewrites a shorter on
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
@@ -16,7 +17,6 @@ import tokenizers
 from jaxllm.engine.chat_template import ChatTemplate, Message
 from jaxllm.engine.gguf_tokenizer import gguf_backend, gguf_chat_templates, gguf_special_tokens
 from jaxllm.engine.hf_tokenizer import hf_backend, hf_chat_templates, hf_settings, hf_special_tokens
-from jaxllm.models.gguf_file import read_gguf_header
 
 
 class Tokenizer:
@@ -108,7 +108,8 @@ def load_tokenizer(path: Path) -> Tokenizer:
         return Tokenizer(hf_backend(path, settings), hf_special_tokens(settings), hf_chat_templates(path, settings))
     if not path.is_file():
         raise ValueError(f"tokenizer={str(path)!r} does not exist: give a GGUF file or a Hugging Face folder")
-    metadata = read_gguf_header(path).metadata
+    # Imported only here: no other format needs the gguf package.
+    metadata = importlib.import_module("jaxllm.models.gguf_file").read_gguf_header(path).metadata
     try:
         return Tokenizer(gguf_backend(metadata), gguf_special_tokens(metadata), gguf_chat_templates(metadata))
     except ValueError as error:

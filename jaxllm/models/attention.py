@@ -11,14 +11,13 @@ from typing import NamedTuple
 
 import jax
 from flax import nnx
-from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int
 
 from jaxllm.config import LayerKind, ModelConfig
 from jaxllm.kernels.ragged_paged_attention import Work, attend
+from jaxllm.kernels.rotate_and_write import HeadNorm, rotate_and_write
 from jaxllm.models.layers import Projection, QKNorm, Setting
-from jaxllm.models.rope import rotate
-from jaxllm.parallel.sharding import KV_AXES, KV_CACHE_AXES, QUERY_AXES, partition_spec
+from jaxllm.parallel.sharding import KV_CACHE_AXES, QKV_AXES, QUERY_AXES, REPLICATED, partition_spec
 
 
 class LayerCache(NamedTuple):
@@ -57,42 +56,45 @@ class Attention(nnx.Module):
         rotation: tuple[Array, Array],
         cache: LayerCache,
         placement: Placement,
-    ) -> tuple[Float[Array, "tokens hidden"], LayerCache]:
-        q, k, v = self.split(self.qkv(x), rotation)
-        out, cache = self.write_and_attend(q, k, v, cache, placement)
-        return self.out(out), cache
+    ) -> tuple[Float[Array, "splits tokens hidden"], LayerCache]:
+        """Parts of the result, and the cache with the tokens' K/V."""
+        qkv, norm = self.qkv.parts(x), self.qk_norm
+        if norm is not None and norm.over_all_heads:
+            qkv, norm = norm.over_heads(self.qkv(x))[None], None
+        out, cache = self._write_and_attend(qkv, rotation, cache, placement, norm)
+        return self.out.parts(out), cache
 
-    def split(self, qkv: Float[Array, "tokens kv_heads qkv head_dim"], rotation: tuple[Array, Array]):
-        """Rotated queries [tokens, heads, head_dim], rotated keys and values [tokens, kv_heads, head_dim]."""
-        qk = qkv[:, :, :-1]
-        rotated = rotate(qk if self.qk_norm is None else self.qk_norm(qk), *rotation)
-        q = rotated[:, :, :-1].reshape(qkv.shape[0], -1, qkv.shape[-1])
-        return q, rotated[:, :, -1], qkv[:, :, -1]
-
-    def write_and_attend(self, q, k, v, cache: LayerCache, placement: Placement) -> tuple[Array, LayerCache]:
+    def _write_and_attend(
+        self, qkv: Array, rotation: tuple[Array, Array], cache: LayerCache, placement: Placement, norm: QKNorm | None
+    ) -> tuple[Array, LayerCache]:
         """Each device does its own heads: attention needs nothing of the others'."""
-        heads, kv = partition_spec(QUERY_AXES), partition_spec(KV_AXES)
         pages = partition_spec(KV_CACHE_AXES)  # of keys and of values
-        options = {"scale": self.scale, "window": self.window, "soft_cap": self.soft_cap}
-        read = partial(attend, **options, backend=self.setting.attention_backend)
         local = jax.shard_map(
-            partial(_write_and_attend, read),
+            partial(self._of_local_heads, norm.eps if norm else 0.0),
             mesh=self.setting.mesh,
-            in_specs=(heads, kv, kv, pages, PartitionSpec()),
-            out_specs=(heads, pages),
+            in_specs=(partition_spec(QKV_AXES), REPLICATED, pages, REPLICATED, REPLICATED),
+            out_specs=(partition_spec(QUERY_AXES), pages),
             check_vma=False,
         )
-        return local(q, k, v, cache, placement)
+        return local(qkv, rotation, cache, placement, norm.scale[...] if norm else None)
 
-
-def _write_and_attend(read, q, k, v, cache: LayerCache, placement: Placement) -> tuple[Array, LayerCache]:
-    with jax.named_scope("write_kv"):
-        cache = LayerCache(*(_write(pages, new, placement) for pages, new in zip(cache, (k, v), strict=True)))
-    with jax.named_scope("paged_attention"):
-        out = read(q, cache.keys, cache.values, placement.attention_work)
-    return out, cache
-
-
-def _write(pages: Array, new: Array, placement: Placement) -> Array:
-    slots = (placement.block, placement.offset)
-    return pages.at[slots].set(new.astype(pages.dtype), mode="drop", unique_indices=True)
+    def _of_local_heads(
+        self,
+        eps: float,
+        qkv: Float[Array, "splits tokens kv_heads qkv head_dim"],
+        rotation: tuple[Array, Array],
+        cache: LayerCache,
+        placement: Placement,
+        norm_scale: Float[Array, "qk head_dim"] | None,
+    ) -> tuple[Float[Array, "tokens heads head_dim"], LayerCache]:
+        backend = self.setting.backend
+        norm = None if norm_scale is None else HeadNorm(norm_scale, eps)
+        with jax.named_scope("write_kv"):
+            slots = (placement.block, placement.offset)
+            q, keys, values = rotate_and_write(
+                qkv, *rotation, *cache, *slots, norm=norm, dtype=self.setting.dtype, backend=backend
+            )
+        with jax.named_scope("paged_attention"):
+            options = {"scale": self.scale, "window": self.window, "soft_cap": self.soft_cap}
+            out = attend(q, keys, values, placement.attention_work, **options, backend=backend)
+        return out, LayerCache(keys, values)

@@ -5,6 +5,7 @@ Invariant: tensors are read one at a time and only when asked for.
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Protocol, Self
@@ -13,7 +14,6 @@ import numpy as np
 
 from jaxllm.config import ModelConfig
 from jaxllm.models.families import Family, NameMap
-from jaxllm.models.gguf_checkpoint import GgufCheckpoint
 from jaxllm.models.safetensors_checkpoint import SafetensorsCheckpoint
 
 
@@ -48,5 +48,6 @@ def open_checkpoint(path: Path) -> Checkpoint:
     if path.is_dir():
         return SafetensorsCheckpoint(path)
     if path.is_file():
-        return GgufCheckpoint(path)
+        # Imported only here: no other format needs the gguf package.
+        return importlib.import_module("jaxllm.models.gguf_checkpoint").GgufCheckpoint(path)
     raise ValueError(f"model={str(path)!r} does not exist: give a GGUF file or a Hugging Face folder")

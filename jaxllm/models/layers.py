@@ -17,8 +17,10 @@ from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int
 
 from jaxllm.config import ModelConfig
-from jaxllm.kernels.linear import linear
-from jaxllm.kernels.ragged_paged_attention import Backend
+from jaxllm.kernels.add_rms_norm import add_rms_norm
+from jaxllm.kernels.backend import Backend
+from jaxllm.kernels.linear import linear, partial_products
+from jaxllm.parallel.sharding import REPLICATED, named_sharding, replicated
 
 type Axis = tuple[str, int]
 """Logical name and size of one dimension."""
@@ -30,7 +32,8 @@ class Setting:
 
     dtype: jnp.dtype
     mesh: Mesh
-    attention_backend: Backend
+    backend: Backend
+    """Who computes attention and the operations between matrix products."""
 
     @property
     def platform(self) -> str:
@@ -49,11 +52,17 @@ class Projection(nnx.Module):
     def __init__(self, inputs: Sequence[Axis], outputs: Sequence[Axis], setting: Setting, bias: bool = False):
         self.weight = parameter([*outputs, *inputs], setting.dtype)
         self.bias = parameter(outputs, setting.dtype) if bias else None
-        self.num_inputs, self.platform = len(inputs), setting.platform
+        self.num_inputs, self.setting = len(inputs), setting
 
     def __call__(self, x: Float[Array, "tokens *inputs"]) -> Float[Array, "tokens *outputs"]:
-        y = linear(x, self.weight[...], num_inputs=self.num_inputs, platform=self.platform)
+        y = linear(x, self.weight[...], num_inputs=self.num_inputs, platform=self.setting.platform)
         return y if self.bias is None else y + self.bias[...]
+
+    def parts(self, x: Float[Array, "tokens *inputs"]) -> Float[Array, "splits tokens *outputs"]:
+        """Parts that add up to `__call__`: several in float32 where the reader's kernel adds them, else one."""
+        if self.bias is not None or self.setting.backend == "xla" or self.setting.mesh.size > 1:
+            return self(x)[None]
+        return partial_products(x, self.weight[...], num_inputs=self.num_inputs)
 
 
 class RMSNorm(nnx.Module):
@@ -62,21 +71,26 @@ class RMSNorm(nnx.Module):
     The scale is float32 whatever the model's type: it costs nothing, and Gemma's `1 + w` keeps all of w.
     """
 
-    def __init__(self, size: int, eps: float):
-        self.eps = eps
-        self.scale = parameter([("hidden", size)], jnp.dtype("float32"))
+    def __init__(self, config: ModelConfig, setting: Setting):
+        self.eps, self.setting = config.rms_norm_eps, setting
+        self.scale = parameter([("hidden", config.hidden_size)], jnp.dtype("float32"))
 
     def __call__(self, x: Float[Array, "tokens hidden"]) -> Float[Array, "tokens hidden"]:
-        wide = x.astype(jnp.float32)
-        inverse = jax.lax.rsqrt(jnp.mean(jnp.square(wide), axis=-1, keepdims=True) + self.eps)
-        return (wide * inverse * self.scale[...]).astype(x.dtype)
+        return self.after_adding(x, None)[1]
+
+    def after_adding(
+        self, x: Float[Array, "tokens hidden"], added: Float[Array, "splits tokens hidden"] | None
+    ) -> tuple[Float[Array, "tokens hidden"], Float[Array, "tokens hidden"]]:
+        """The sum, and its norm."""
+        run = partial(add_rms_norm, eps=self.eps, backend=self.setting.backend)
+        whole = jax.shard_map(run, mesh=self.setting.mesh, in_specs=REPLICATED, out_specs=REPLICATED, check_vma=False)
+        return whole(x, added, self.scale[...])
 
 
 class QKNorm(nnx.Module):
     """RMS norm of queries and keys where the merged projection puts them: each key behind its group of queries.
 
-    One operation and one parameter for both. Over all heads (`qk_norm="all"`), the mean square of queries
-    and that of keys go over the K/V heads of every device, which XLA adds up.
+    One parameter for both. That of single heads is part of `rotate_and_write`.
     """
 
     def __init__(self, config: ModelConfig):
@@ -85,12 +99,14 @@ class QKNorm(nnx.Module):
         axes = [*heads, ("qkv", config.group_size + 1), ("head_dim", config.head_dim)]
         self.scale = parameter(axes, jnp.dtype("float32"))
 
-    def __call__(self, qk: Float[Array, "tokens kv_heads qk head_dim"]) -> Float[Array, "tokens kv_heads qk head_dim"]:
-        wide = qk.astype(jnp.float32)
-        squares = jnp.mean(jnp.square(wide), axis=-1, keepdims=True)
-        if self.over_all_heads:
-            squares = self._mean_over_heads(squares)
-        return (wide * jax.lax.rsqrt(squares + self.eps) * self.scale[...]).astype(qk.dtype)
+    def over_heads(
+        self, qkv: Float[Array, "tokens kv_heads qkv head_dim"]
+    ) -> Float[Array, "tokens kv_heads qkv head_dim"]:
+        """The norm over all heads (`qk_norm="all"`), the K/V heads of every device, which XLA adds up."""
+        wide = qkv[:, :, :-1].astype(jnp.float32)
+        squares = self._mean_over_heads(jnp.mean(jnp.square(wide), axis=-1, keepdims=True))
+        normed = wide * jax.lax.rsqrt(squares + self.eps) * self.scale[...]
+        return jnp.concatenate([normed.astype(qkv.dtype), qkv[:, :, -1:]], axis=2)
 
     @staticmethod
     def _mean_over_heads(squares: Float[Array, "tokens kv_heads qk 1"]) -> Float[Array, "tokens 1 qk 1"]:
@@ -101,18 +117,27 @@ class QKNorm(nnx.Module):
 
 
 class Embedding(nnx.Module):
-    """Token vectors; `logits` is the same table used as the output head."""
+    """Token vectors; `logits` is the same table used as the output head.
+
+    The table is padded to as many rows as its devices can share.
+    """
 
     def __init__(self, vocab_size: int, hidden_size: int, setting: Setting):
-        self.weight = parameter([("vocab", vocab_size), ("hidden", hidden_size)], setting.dtype)
-        self.platform = setting.platform
+        rows = -(-vocab_size // setting.mesh.size) * setting.mesh.size
+        self.weight = parameter([("vocab", rows), ("hidden", hidden_size)], setting.dtype)
+        self.vocab_size, self.setting = vocab_size, setting
 
     def __call__(self, token_ids: Int[Array, " tokens"]) -> Float[Array, "tokens hidden"]:
         return self.weight[...][token_ids]
 
     def logits(self, hidden: Float[Array, "rows hidden"]) -> Float[Array, "rows vocab"]:
-        """Float32 scores of every token."""
-        return linear(hidden, self.weight[...], num_inputs=1, platform=self.platform).astype(jnp.float32)
+        """Float32 scores of every token, all of them on every device."""
+        logits = linear(hidden, self.weight[...], num_inputs=1, platform=self.setting.platform)
+        # Said outright, or XLA brings all of the table to every device instead.
+        mesh = self.setting.mesh
+        logits = jax.lax.with_sharding_constraint(logits, named_sharding(mesh, ("tokens", "vocab")))
+        logits = jax.lax.with_sharding_constraint(logits, replicated(mesh))
+        return logits[:, : self.vocab_size].astype(jnp.float32)
 
 
 _ACTIVATIONS: Mapping[str, Callable[[Array], Array]] = {
@@ -130,6 +155,7 @@ class GatedMLP(nnx.Module):
         self.down = Projection([intermediate], [hidden], setting, config.mlp_bias)
         self.activation = config.activation
 
-    def __call__(self, x: Float[Array, "tokens hidden"]) -> Float[Array, "tokens hidden"]:
+    def __call__(self, x: Float[Array, "tokens hidden"]) -> Float[Array, "splits tokens hidden"]:
+        """Parts of the result."""
         gate, up = jnp.unstack(self.gate_up(x), axis=-1)
-        return self.down(_ACTIVATIONS[self.activation](gate) * up)
+        return self.down.parts(_ACTIVATIONS[self.activation](gate) * up)

@@ -1,7 +1,4 @@
-"""Rotary position embedding (arXiv:2104.09864) and its scalings for longer contexts.
-
-Rotated pairs are dimension i and i + rotary_dim / 2, as in Hugging Face checkpoints.
-"""
+"""Angles of the rotary position embedding (arXiv:2104.09864), with its scalings for longer contexts."""
 
 from __future__ import annotations
 
@@ -55,20 +52,3 @@ def rope_tables(
     angles = positions[:, None].astype(jnp.float32) * frequencies
     cos, sin = jnp.cos(angles), jnp.sin(angles)
     return (cos, sin) if attention_factor == 1.0 else (cos * attention_factor, sin * attention_factor)
-
-
-def rotate(
-    x: Float[Array, "tokens *heads head_dim"],
-    cos: Float[Array, "tokens half_dim"],
-    sin: Float[Array, "tokens half_dim"],
-) -> Float[Array, "tokens *heads head_dim"]:
-    """Rotates every head's vector by its token's angles; float32 inside, x's dtype out.
-
-    Dimensions past twice the tables' width stay as they are.
-    """
-    middle, half = (1,) * (x.ndim - 2), cos.shape[-1]
-    cos, sin = (table.reshape(table.shape[0], *middle, -1) for table in (cos, sin))
-    wide = x.astype(jnp.float32)
-    first, second, rest = wide[..., :half], wide[..., half : 2 * half], wide[..., 2 * half :]
-    parts = [first * cos - second * sin, second * cos + first * sin]
-    return jnp.concatenate([*parts, rest] if rest.size else parts, axis=-1).astype(x.dtype)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from functools import partial
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -11,6 +12,7 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from jaxllm.config import LayerKind, ModelConfig, RopeConfig
+from jaxllm.kernels.linear import add_up
 from jaxllm.models.attention import Attention, LayerCache, Placement
 from jaxllm.models.layers import Embedding, GatedMLP, RMSNorm, Setting
 from jaxllm.models.rope import inverse_frequencies, rope_tables
@@ -19,32 +21,49 @@ type Rotation = tuple[Array, Array]
 """Cosines and sines of every token."""
 
 
+class Stream(NamedTuple):
+    """The residual stream, with what the last part of a layer adds to it: the next norm does both at once."""
+
+    x: Float[Array, "tokens hidden"]
+    added: Float[Array, "splits tokens hidden"] | None
+    """In parts, which are added up in passing."""
+
+    def enter(self, norm: RMSNorm | None) -> tuple[Float[Array, "tokens hidden"], Float[Array, "tokens hidden"]]:
+        """The sum, and its norm, or the sum again where there is no norm."""
+        if norm is not None:
+            return norm.after_adding(self.x, self.added)
+        total = self.x if self.added is None else self.x + add_up(self.added, self.x.dtype)
+        return total, total
+
+
 class DecoderLayer(nnx.Module):
     """Attention and feed-forward, each with a norm before it, after it or both, and added to the stream."""
 
     def __init__(self, config: ModelConfig, kind: LayerKind, setting: Setting):
-        size, eps = config.hidden_size, config.rms_norm_eps
         before, after = config.norms != "after", config.norms != "before"
-        self.attention_norm = RMSNorm(size, eps) if before else None
+        self.attention_norm = RMSNorm(config, setting) if before else None
         self.attention = Attention(config, kind, setting)
-        self.attention_post_norm = RMSNorm(size, eps) if after else None
-        self.mlp_norm = RMSNorm(size, eps) if before else None
+        self.attention_post_norm = RMSNorm(config, setting) if after else None
+        self.mlp_norm = RMSNorm(config, setting) if before else None
         self.mlp = GatedMLP(config, setting)
-        self.mlp_post_norm = RMSNorm(size, eps) if after else None
+        self.mlp_post_norm = RMSNorm(config, setting) if after else None
 
     def __call__(
-        self, x: Float[Array, "tokens hidden"], rotation: Rotation, cache: LayerCache, placement: Placement
-    ) -> tuple[Float[Array, "tokens hidden"], LayerCache]:
+        self, stream: Stream, rotation: Rotation, cache: LayerCache, placement: Placement
+    ) -> tuple[Stream, LayerCache]:
         with jax.named_scope("attention"):
-            attended, cache = self.attention(_normed(self.attention_norm, x), rotation, cache, placement)
-            x = x + _normed(self.attention_post_norm, attended)
+            x, normed = stream.enter(self.attention_norm)
+            attended, cache = self.attention(normed, rotation, cache, placement)
+            stream = Stream(x, _normed(self.attention_post_norm, attended, x.dtype))
         with jax.named_scope("mlp"):
-            x = x + _normed(self.mlp_post_norm, self.mlp(_normed(self.mlp_norm, x)))
-        return x, cache
+            x, normed = stream.enter(self.mlp_norm)
+            stream = Stream(x, _normed(self.mlp_post_norm, self.mlp(normed), x.dtype))
+        return stream, cache
 
 
-def _normed(norm: RMSNorm | None, x: Float[Array, "tokens hidden"]) -> Float[Array, "tokens hidden"]:
-    return x if norm is None else norm(x)
+def _normed(norm: RMSNorm | None, parts: Float[Array, "splits tokens hidden"], dtype: jnp.dtype) -> Array:
+    """The norm of the sum, as one part; without a norm, the parts."""
+    return parts if norm is None else norm(add_up(parts, dtype))[None]
 
 
 class Decoder(nnx.Module):
@@ -54,7 +73,7 @@ class Decoder(nnx.Module):
         self.config, self.setting = config, setting
         self.embed = Embedding(config.vocab_size, config.hidden_size, setting)
         self.layers = nnx.List([DecoderLayer(config, kind, setting) for kind in config.layer_kinds])
-        self.final_norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.final_norm = RMSNorm(config, setting)
         tied = config.tie_word_embeddings
         self.lm_head = None if tied else Embedding(config.vocab_size, config.hidden_size, setting)
 
@@ -72,12 +91,12 @@ class Decoder(nnx.Module):
                 x = x * math.sqrt(self.config.hidden_size)
             ropes = self.config.layer_ropes
             rotations = {rope: self._rotation(rope, positions) for rope in dict.fromkeys(ropes)}
-        written = []
+        stream, written = Stream(x, None), []
         for index, (layer, rope, layer_cache) in enumerate(zip(self.layers, ropes, cache, strict=True)):
             with jax.named_scope(f"layer_{index:02d}"):
-                x, layer_cache = _run_layer(*nnx.split(layer), x, rotations[rope], layer_cache, placement)
+                stream, layer_cache = _run_layer(*nnx.split(layer), stream, rotations[rope], layer_cache, placement)
             written.append(layer_cache)
-        return x, tuple(written)
+        return stream.enter(None)[0], tuple(written)
 
     def _rotation(self, rope: RopeConfig, positions: Int[Array, " tokens"]) -> Rotation:
         frequencies = inverse_frequencies(rope, self.config.head_dim)

@@ -17,6 +17,7 @@ AXIS_RULES: dict[str, str | None] = {
     "head_dim": None,
     "blocks": None,
     "block_size": None,
+    "splits": None,
     "tokens": None,
     "qkv": None,
     "gate_up": None,
@@ -25,7 +26,8 @@ AXIS_RULES: dict[str, str | None] = {
 
 KV_CACHE_AXES = ("blocks", "block_size", "kv_heads", "head_dim")
 QUERY_AXES = ("tokens", "heads", "head_dim")
-KV_AXES = ("tokens", "kv_heads", "head_dim")
+QKV_AXES = ("splits", "tokens", "kv_heads", "qkv", "head_dim")
+REPLICATED = PartitionSpec()
 
 
 def partition_spec(axes: Sequence[str]) -> PartitionSpec:
@@ -38,4 +40,4 @@ def named_sharding(mesh: Mesh, axes: Sequence[str]) -> NamedSharding:
 
 
 def replicated(mesh: Mesh) -> NamedSharding:
-    return NamedSharding(mesh, PartitionSpec())
+    return NamedSharding(mesh, REPLICATED)

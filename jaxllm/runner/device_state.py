@@ -1,7 +1,7 @@
 """What the device remembers between steps, by seat: tables, last tokens, how each seat is sampled.
 
 A seat is a running request's persistent place. The last seat is the trash seat: padding rows and padded
-changes point at it. A step sends only what changed; admission rewrites a seat's whole state.
+admissions point at it. A step sends only what changed; admission rewrites a seat's whole state.
 """
 
 from __future__ import annotations

@@ -7,74 +7,129 @@ measured bytes, rounded down, so that the same start gives the same shapes and f
 from __future__ import annotations
 
 import math
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from jaxllm.config import CacheSize, EngineConfig, ModelConfig
+from jaxllm.memory import MemoryBudget, round_blocks, show_bytes
 from jaxllm.models.attention import LayerCache
 from jaxllm.parallel.sharding import KV_CACHE_AXES, named_sharding
 
 CPU_CACHE_BYTES = 2 << 30
 """Default ceiling on a CPU, where the cache competes with everything else for memory."""
-ROUNDING = 256
 MAX_ARRAY_ELEMENTS = 2**31 - 1
 """Kernels index with 32 bits."""
+MEASURED_REMEDY = (
+    "raise gpu_memory_utilization or tensor_parallel_size, lower max_num_batched_tokens, or set kv_cache_memory_bytes"
+)
 
 
-def cache_size(
-    config: EngineConfig, model: ModelConfig, itemsize: int, available_bytes: int, longest: tuple[int, int]
-) -> CacheSize:
-    """Decides the number of blocks.
+@dataclass(frozen=True)
+class CachePlan:
+    """What decides the number of blocks."""
 
-    Args:
-        itemsize: bytes of one cached number.
-        available_bytes: bytes per device for the cache, if the configuration names none.
-        longest: max_model_len and max_num_seqs.
+    config: EngineConfig
+    """The user's choices, with every default resolved but max_model_len="auto"."""
+    model: ModelConfig
+    itemsize: int
+    """Bytes of one cached number."""
+    budget: MemoryBudget | None
+    """Of one device; None where nobody says how much memory there is (a CPU). Read only if the configuration names
+    neither blocks nor bytes."""
 
-    Raises:
-        ValueError: the cache would not hold one request of max_model_len.
-    """
-    max_model_len, max_num_seqs = longest
-    block_bytes = model.kv_bytes_per_token(itemsize) * config.block_size // config.tensor_parallel_size
-    needed = -(-max_model_len // config.block_size) + 1
-    blocks, remedy = _affordable(config, block_bytes, available_bytes, needed)
-    if config.num_gpu_blocks_override is None:
-        blocks = min(blocks, max_num_seqs * (needed - 1) + 1)
-    if blocks > (most := _most_blocks(config, model)):
-        blocks, remedy = most, "raise tensor_parallel_size"
-    size = CacheSize(blocks, config.block_size)
-    if blocks < needed:
-        shorter = f"lower max_model_len to at most {size.num_tokens}, or " if size.num_tokens > 1 else ""
-        raise ValueError(
-            f"max_model_len={max_model_len} needs {needed} K/V cache blocks of {size.block_size} tokens "
-            f"({math.ceil(needed * block_bytes / 2**20)} MiB per device), but there are {blocks}: {shorter}{remedy}"
+    def size(self) -> CacheSize:
+        """The cache: as much as there is room for, but no more than max_num_seqs requests of max_model_len fill.
+
+        Raises:
+            ValueError: it would not hold one request of max_model_len.
+        """
+        max_model_len, max_num_seqs = self.config.max_model_len, self.config.max_num_seqs
+        assert isinstance(max_model_len, int) and max_num_seqs, "unresolved defaults"
+        needed = -(-max_model_len // self.block_size) + 1
+        room = self._room(needed)
+        blocks = room.blocks
+        if self.config.num_gpu_blocks_override is None:
+            blocks = min(blocks, max_num_seqs * (needed - 1) + 1)
+        size = CacheSize(blocks, self.block_size)
+        if blocks < needed:
+            shorter = f"lower max_model_len to at most {size.num_tokens}, or " if size.num_tokens > 1 else ""
+            subject = f"max_model_len={max_model_len} needs"
+            raise ValueError(f"{subject} {self._shortage(needed, room)}: {shorter}{room.remedy}")
+        return size
+
+    def longest_context(self) -> int:
+        """What max_model_len="auto" stands for: the longest request there is room for, at most the model's context.
+
+        Raises:
+            ValueError: not even two tokens fit.
+        """
+        room = self._room(needed=2)
+        tokens = CacheSize(room.blocks, self.block_size).num_tokens
+        if tokens < 2:
+            raise ValueError(
+                "max_model_len='auto' finds no length that fits: the shortest needs "
+                f"{self._shortage(2, room)}: {room.remedy}"
+            )
+        return min(tokens, self.model.max_position_embeddings)
+
+    @property
+    def block_size(self) -> int:
+        assert isinstance(self.config.block_size, int), "unresolved defaults"
+        return self.config.block_size
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of a block on one device, over all layers."""
+        return self.model.kv_bytes_per_token(self.itemsize) * self.block_size // self.config.tensor_parallel_size
+
+    def _room(self, needed: int) -> _Room:
+        room = self._affordable(needed)
+        heads = self.model.num_kv_heads // self.config.tensor_parallel_size
+        most = MAX_ARRAY_ELEMENTS // (self.block_size * heads * self.model.head_dim)
+        if room.blocks <= most:
+            return room
+        return _Room(most, most * self.block_bytes, "an array holds 2**31 numbers", "raise tensor_parallel_size")
+
+    def _affordable(self, needed: int) -> _Room:
+        config, budget = self.config, self.budget
+        if (blocks := config.num_gpu_blocks_override) is not None:
+            return _Room(blocks, blocks * self.block_bytes, "", "raise num_gpu_blocks_override")
+        if (named := config.kv_cache_memory_bytes) is not None:
+            return _Room(named // self.block_bytes, named, "", "raise kv_cache_memory_bytes")
+        if budget is None:
+            blocks = round_blocks(CPU_CACHE_BYTES // self.block_bytes, needed)
+            why = f"a CPU gives {show_bytes(CPU_CACHE_BYTES)} by default"
+            return _Room(blocks, CPU_CACHE_BYTES, why, "set kv_cache_memory_bytes")
+        blocks = round_blocks(max(budget.for_cache, 0) // self.block_bytes, needed)
+        return _Room(blocks, budget.for_cache, _account(budget), MEASURED_REMEDY)
+
+    def _shortage(self, needed: int, room: _Room) -> str:
+        mebibytes = math.ceil(needed * self.block_bytes / 2**20)
+        missing = show_bytes(needed * self.block_bytes - room.bytes)
+        return (
+            f"{needed} K/V cache blocks of {self.block_size} tokens ({mebibytes} MiB per device), but there are "
+            f"{room.blocks}, {missing} are missing{room.why and f' ({room.why})'}"
         )
-    return size
 
 
-def _affordable(config: EngineConfig, block_bytes: int, available_bytes: int, needed: int) -> tuple[int, str]:
-    """Number of blocks the configuration names or memory holds, and what a user does to get more."""
-    if config.num_gpu_blocks_override is not None:
-        return config.num_gpu_blocks_override, "raise num_gpu_blocks_override"
-    if config.kv_cache_memory_bytes is not None:
-        return config.kv_cache_memory_bytes // block_bytes, "raise kv_cache_memory_bytes"
-    blocks = _round_down(max(available_bytes, 0) // block_bytes, needed)
-    return blocks, "set kv_cache_memory_bytes, or raise gpu_memory_utilization"
+class _Room(NamedTuple):
+    """How many blocks there can be, and the words for it where they are too few."""
+
+    blocks: int
+    bytes: int
+    """Per device; below 0 where the weights alone are too large."""
+    why: str
+    remedy: str
 
 
-def _round_down(blocks: int, needed: int) -> int:
-    """A measured number may be a little different at the next start; not below `needed` if it was not."""
-    if blocks <= ROUNDING:
-        return blocks
-    return max(blocks // ROUNDING * ROUNDING, min(blocks, needed))
-
-
-def _most_blocks(config: EngineConfig, model: ModelConfig) -> int:
-    per_block = config.block_size * model.num_kv_heads * model.head_dim // config.tensor_parallel_size
-    return MAX_ARRAY_ELEMENTS // per_block
+def _account(budget: MemoryBudget) -> str:
+    taken = {"weights": budget.weights, "temporaries": budget.reserved_temp, "state of requests": budget.state}
+    listed = ", ".join(f"{show_bytes(size)} of {name}" for name, size in taken.items())
+    return f"the engine may take {show_bytes(budget.limit)}, and has {listed}"
 
 
 def cache_specs(size: CacheSize, model: ModelConfig, dtype: jnp.dtype, mesh: Mesh) -> tuple[LayerCache, ...]:

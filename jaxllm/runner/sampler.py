@@ -1,21 +1,21 @@
 """From logits to one token a row. Everything is per row, so a row's token never depends on its neighbours.
 
-A step in which no row asks for more than the most likely token pays for no more: one branch, taken on
-the device, decides. Its branches return token ids, never logits, which are too large to pass through.
-Random numbers come from a key per request folded with the position of the token: the batch, its order
-and preemption change nothing.
+A step in which no row asks for more than the most likely token pays for no more: a branch, taken on the
+device, decides. Its branches return token ids, never logits, which are too large to pass through.
+Random numbers come from a key per request and the position of the token: the batch, its order and
+preemption change nothing.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
-from jaxtyping import Array, Bool, Float, Int, UInt32
+from jaxtyping import Array, Bool, Float, Int
 
+from jaxllm.kernels.backend import Backend
+from jaxllm.kernels.sampling import Summary, draw, find_threshold, summarize
 from jaxllm.runner.device_state import SamplingState
 
 MASKED = float("-inf")
@@ -32,44 +32,61 @@ class Sample(NamedTuple):
 def sample(
     logits: Float[Array, "rows vocab"],
     sampling: SamplingState,
-    seen: Callable[[], Bool[Array, "rows vocab"]],
+    seen: Bool[Array, "seats vocab"],
+    seats: Int[Array, " rows"],
     lengths: Int[Array, " rows"],
     *,
-    unroll: bool = False,
+    backend: Backend = "xla",
 ) -> Sample:
-    """Chooses the token at position `lengths` of each row, from its raw float32 logits.
+    """Chooses the token at position `lengths` of each row.
 
     Args:
+        logits: raw, in any type; what is computed is float32.
         sampling: the rows' parameters.
-        seen: tokens of each row's prompt and answer; called where a row may need it.
+        seen: tokens of each seat's prompt and answer; read where a row may need it.
+        seats: of the rows.
         lengths: tokens of each row so far.
-        unroll: no loops, which on a GPU would make the host wait for the device: they cannot be in a CUDA graph.
+        backend: who computes; "xla" on any device, "pallas" on GPUs.
     """
-    plain = (sampling.temperature == 0) & (sampling.repetition_penalty == 1.0) & (lengths >= sampling.min_len)
-    token_ids = jax.lax.cond(
-        jnp.all(plain),
-        lambda: _most_likely(logits),
-        lambda: _choose(logits, sampling, seen(), lengths, unroll),
+    summary = summarize(logits, _inverse_temperature(sampling), backend=backend)
+    draws = jnp.any(sampling.temperature != 0)
+    changes = jnp.any((sampling.repetition_penalty != 1.0) | (lengths < sampling.min_len))
+    token_ids = jax.lax.switch(
+        jnp.where(changes, 2, draws.astype(jnp.int32)),
+        (
+            lambda: summary.most_likely,
+            lambda: _choose(logits, summary, sampling, lengths, backend),
+            lambda: _choose_adjusted(logits, sampling, seen[seats], lengths, backend),
+        ),
     )
     chosen = jnp.take_along_axis(logits, token_ids[:, None], axis=-1)[:, 0]
-    return Sample(token_ids, chosen - jax.nn.logsumexp(logits, axis=-1))
+    return Sample(token_ids, chosen.astype(jnp.float32) - summary.log_total)
 
 
-def _choose(logits: Array, sampling: SamplingState, seen: Array, lengths: Array, unroll: bool) -> Int[Array, " rows"]:
-    """Gumbel-max: the argmax of perturbed logits is a sample; greedy rows take the unperturbed argmax."""
+def _choose_adjusted(
+    logits: Array, sampling: SamplingState, seen: Array, lengths: Array, backend: Backend
+) -> Int[Array, " rows"]:
+    logits = logits.astype(jnp.float32)
     adjusted = _suppress_stops(_penalize(logits, sampling.repetition_penalty, seen), sampling, lengths)
+    summary = summarize(adjusted, _inverse_temperature(sampling), backend=backend)
+    return _choose(adjusted, summary, sampling, lengths, backend)
+
+
+def _choose(
+    logits: Array, summary: Summary, sampling: SamplingState, lengths: Array, backend: Backend
+) -> Int[Array, " rows"]:
+    """A sample of what top_k and top_p keep; greedy rows, which filter nothing, take the most likely."""
     greedy = sampling.temperature == 0
-    # Relative to the largest, so that a tiny temperature cannot overflow it.
-    relative = adjusted - adjusted.max(axis=-1, keepdims=True)
-    scaled = relative / jnp.where(greedy, 1.0, sampling.temperature)[:, None]
-    threshold = jax.lax.cond(
-        jnp.any(((sampling.top_k > 0) | (sampling.top_p < 1)) & ~greedy),
-        lambda: _threshold(scaled, sampling, unroll),
-        lambda: jnp.full(scaled.shape[0], MASKED),
-    )
-    kept = jnp.where(scaled >= threshold[:, None], scaled, MASKED)
-    noise = _gumbel(sampling.key, lengths, logits.shape[1])
-    return jnp.where(greedy, _most_likely(adjusted), _most_likely(kept + noise))
+    scale = _inverse_temperature(sampling)
+    top_k, top_p = jnp.where(greedy, 0, sampling.top_k), jnp.where(greedy, 1.0, sampling.top_p)
+    threshold = find_threshold(logits, summary, scale, top_k, top_p, backend=backend)
+    threshold = jnp.where(greedy, jnp.inf, threshold)
+    drawn = draw(logits, summary.peak, scale, threshold, sampling.key, lengths, backend=backend)
+    return jnp.where(greedy, summary.most_likely, drawn)
+
+
+def _inverse_temperature(sampling: SamplingState) -> Float[Array, " rows"]:
+    return 1 / jnp.where(sampling.temperature == 0, 1.0, sampling.temperature)
 
 
 def _penalize(logits: Array, penalty: Float[Array, " rows"], seen: Bool[Array, "rows vocab"]) -> Array:
@@ -84,60 +101,3 @@ def _suppress_stops(logits: Array, sampling: SamplingState, lengths: Array) -> A
     rows = jnp.arange(logits.shape[0])[:, None]
     columns = jnp.where(early[:, None], sampling.stop_ids, logits.shape[1])
     return logits.at[rows, columns].set(MASKED, mode="drop")
-
-
-def _most_likely(logits: Array) -> Int[Array, " rows"]:
-    return jnp.argmax(logits, axis=-1).astype(jnp.int32)
-
-
-def _gumbel(keys: UInt32[Array, "rows 2"], positions: Array, size: int) -> Float[Array, "rows vocab"]:
-    def row(key: Array, position: Array) -> Array:
-        folded = jax.random.fold_in(jax.random.wrap_key_data(key, impl="threefry2x32"), position)
-        return jax.random.gumbel(folded, (size,))
-
-    return jax.vmap(row)(keys, positions)
-
-
-def _threshold(logits: Array, sampling: SamplingState, unroll: bool = False) -> Float[Array, " rows"]:
-    """The smallest logit that top_k, and then top_p among what top_k keeps, let pass; ties pass together."""
-    vocab = logits.shape[1]
-    wanted = jnp.where(sampling.top_k > 0, jnp.minimum(sampling.top_k, vocab), vocab).astype(jnp.float32)
-    lowest = _largest_with_mass(logits, jnp.ones_like(logits), wanted, unroll)
-    weights = jnp.exp(logits - logits.max(axis=-1, keepdims=True))
-    weights = jnp.where(logits >= lowest[:, None], weights, 0)
-    # If rounding puts the target out of reach, the search ends at the smallest value.
-    nucleus = _largest_with_mass(logits, weights, sampling.top_p * weights.sum(axis=-1), unroll)
-    return jnp.where(sampling.top_p < 1, jnp.maximum(lowest, nucleus), lowest)
-
-
-def _largest_with_mass(
-    values: Array, weights: Array, target: Float[Array, " rows"], unroll: bool = False
-) -> Float[Array, " rows"]:
-    """The largest t such that the weights of values >= t add up to at least `target`; the smallest value if none is.
-
-    Bisects the 32 bits of the float, which order like integers once negative ones are flipped: exact,
-    and without a sort.
-    """
-    order = _order_bits(values)
-
-    def narrow(bit: Array, found: UInt32[Array, " rows"]) -> UInt32[Array, " rows"]:
-        candidate = found | (jnp.uint32(1) << (31 - bit).astype(jnp.uint32))
-        mass = jnp.sum(jnp.where(order >= candidate[:, None], weights, 0), axis=-1)
-        return jnp.where(mass >= target, candidate, found)
-
-    bits = jax.lax.fori_loop(0, 32, narrow, jnp.zeros(values.shape[0], jnp.uint32), unroll=unroll)
-    return _unorder_bits(jnp.maximum(bits, order.min(axis=-1)))
-
-
-SIGN = np.uint32(0x80000000)
-
-
-def _order_bits(values: Float[Array, "rows vocab"]) -> UInt32[Array, "rows vocab"]:
-    """Unsigned integers in the order of the floats."""
-    bits = jax.lax.bitcast_convert_type(values, jnp.uint32)
-    return jnp.where(bits >= SIGN, ~bits, bits | SIGN)
-
-
-def _unorder_bits(order: UInt32[Array, " rows"]) -> Float[Array, " rows"]:
-    bits = jnp.where(order >= SIGN, order ^ SIGN, ~order)
-    return jax.lax.bitcast_convert_type(bits, jnp.float32)

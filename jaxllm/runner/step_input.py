@@ -26,6 +26,18 @@ SMALLEST, LARGEST = 1e-30, 1e30
 """Bounds of positive sampling parameters on the device: what is beyond is as good, and would overflow in float32."""
 
 
+ADMITTED_BLOCKS = 4096
+"""16 KiB of a step's input."""
+
+
+def most_admitted_blocks(max_blocks: int, num_seats: int) -> int:
+    """Blocks of admitted requests that one step can hold: at least the table of one request, the longest.
+
+    More only make a step's input larger. The scheduler spreads admissions over steps accordingly.
+    """
+    return min(max(ADMITTED_BLOCKS, max_blocks), max_blocks * num_seats)
+
+
 class StepInput(NamedTuple):
     """The unpacked buffer. Padding rows sit on the trash seat with no tokens and no context."""
 
@@ -37,12 +49,27 @@ class StepInput(NamedTuple):
     """The row's sampled token is kept."""
     pending: Bool[Array, " rows"]
     """The row's last token is the one its seat sampled last, not known to the host yet."""
-    table_seat: Int[Array, " changes"]
-    table_index: Int[Array, " changes"]
-    table_block: Int[Array, " changes"]
+    num_steps: Int[Array, " rows"]
+    """Steps of one token each that the row takes; padding rows take none."""
+    block_start: Int[Array, " rows+1"]
+    """Row r's new blocks are `new_blocks[block_start[r]:block_start[r + 1]]`."""
+    first_block: Int[Array, " rows"]
+    """Index in the row's block table of the first of them."""
+    new_blocks: Int[Array, " changes"]
     admitted_seats: Int[Array, " admissions"]
+    fresh_seats: Int[Array, " admissions"]
+    """Those whose requests begin with their first token, so that none was seen before."""
     admitted: SamplingState
     """Rows of sampling state for the admitted seats."""
+
+    def after(self, index: Int[Array, ""]) -> StepInput:
+        """The step that follows `index` others of the same call: rows that took all of theirs have no context."""
+        active = index < self.num_steps
+        return self._replace(
+            context_lens=jnp.where(active, self.context_lens + index, 0),
+            samples=self.samples & active,
+            pending=self.pending | (index > 0),
+        )
 
 
 @dataclass(frozen=True)
@@ -50,14 +77,15 @@ class StepLayout:
     """Where each section of a bucket's buffer lies."""
 
     bucket: Bucket
-    block_size: int
+    admitted_blocks: int
+    """Most blocks of rows that take a seat, all tables together."""
     trash_seat: int
     vocab_size: int
 
     @property
     def num_changes(self) -> int:
-        """New blocks of a step: whole ones its tokens fill, and one begun by each row."""
-        return self.bucket.tokens // self.block_size + self.bucket.rows
+        """New blocks of a step: the tables of admitted rows, and one begun by each other row."""
+        return self.bucket.rows + (self.admitted_blocks if self.bucket.admits else 0)
 
     @cached_property
     def sections(self) -> dict[str, tuple[int, ...]]:
@@ -71,10 +99,12 @@ class StepLayout:
             "context_lens": (rows,),
             "samples": (rows,),
             "pending": (rows,),
-            "table_seat": (changes,),
-            "table_index": (changes,),
-            "table_block": (changes,),
+            "num_steps": (rows,),
+            "block_start": (rows + 1,),
+            "first_block": (rows,),
+            "new_blocks": (changes,),
             "admitted_seats": (admissions,),
+            "fresh_seats": (admissions,),
             "temperature": (admissions,),
             "top_p": (admissions,),
             "top_k": (admissions,),
@@ -93,16 +123,17 @@ class StepLayout:
         """Int32 [size]: the plan, padded to the bucket."""
         packed = np.zeros(self.size, np.int32)
         views = _views(self.sections, packed)
-        views["seats"][:] = views["table_seat"][:] = views["admitted_seats"][:] = self.trash_seat
+        views["seats"][:] = views["admitted_seats"][:] = views["fresh_seats"][:] = self.trash_seat
         views["stop_ids"][:] = self.vocab_size
         # The trash seat asks for nothing, so that padding rows do not make a step sample.
         views["top_p"][:] = views["repetition_penalty"][:] = np.float32(1).view(np.int32)
         _pack_rows(plan, views)
-        _pack_table_changes(plan, views)
-        admitted = [row.request for row in plan.rows if row.admitted]
-        views["admitted_seats"][: len(admitted)] = [row.seat for row in plan.rows if row.admitted]
-        for index, request in enumerate(admitted):
-            _pack_sampling(request, views, index, self.vocab_size)
+        _pack_new_blocks(plan, views)
+        for index, row in enumerate(row for row in plan.rows if row.admitted):
+            views["admitted_seats"][index] = row.seat
+            if row.start == 0:
+                views["fresh_seats"][index] = row.seat
+            _pack_sampling(row.request, views, index, self.vocab_size)
         return packed
 
     def unpack(self, packed: Int[Array, " size"]) -> StepInput:
@@ -135,6 +166,7 @@ def _pack_rows(plan: StepPlan, views: dict[str, np.ndarray]) -> None:
     views["context_lens"][:count] = [row.end for row in plan.rows]
     views["samples"][:count] = [row.samples for row in plan.rows]
     views["pending"][:count] = [row.end > row.num_known for row in plan.rows]
+    views["num_steps"][:count] = [row.num_steps for row in plan.rows]
     tokens = [token for row in plan.rows for token in _row_tokens(row)]
     views["token_ids"][: len(tokens)] = tokens
 
@@ -145,16 +177,13 @@ def _row_tokens(row: PlanRow) -> list[int]:
     return known + [0] * (row.num_tokens - len(known))
 
 
-def _pack_table_changes(plan: StepPlan, views: dict[str, np.ndarray]) -> None:
-    changes = [
-        (row.seat, row.first_new_block + offset, block)
-        for row in plan.rows
-        for offset, block in enumerate(row.new_block_ids)
-    ]
-    if changes:
-        columns = np.array(changes, np.int32).T
-        for name, column in zip(("table_seat", "table_index", "table_block"), columns, strict=True):
-            views[name][: len(changes)] = column
+def _pack_new_blocks(plan: StepPlan, views: dict[str, np.ndarray]) -> None:
+    count = len(plan.rows)
+    views["block_start"][1 : count + 1] = np.cumsum([len(row.new_block_ids) for row in plan.rows])
+    views["first_block"][:count] = [row.first_new_block for row in plan.rows]
+    blocks = [block for row in plan.rows for block in row.new_block_ids]
+    views["block_start"][count + 1 :] = len(blocks)
+    views["new_blocks"][: len(blocks)] = blocks
 
 
 def _pack_sampling(request: Request, views: dict[str, np.ndarray], index: int, vocab_size: int) -> None:

@@ -1,8 +1,9 @@
-"""Who holds which block of the K/V cache: ids and reference counts, never the memory itself.
+"""Who holds which block of the K/V cache, and which contents can be found again: ids and counts, never the memory.
 
-Invariant: a block other than the null block is in the free list exactly when its reference count is
-0, so free and held blocks always add up to the pool. Block 0 is the null block: padding points at
-it, it is never handed out and never counted.
+Invariants: a block other than the null block is in one of the two free lists exactly when its reference
+count is 0, so free and held blocks always add up to the pool. A block has a hash exactly when the hash map
+leads to it; it keeps its hash while it is free (lazy release), until the block is handed out again. Block 0
+is the null block: padding points at it, it is never handed out and never counted.
 """
 
 from __future__ import annotations
@@ -13,13 +14,15 @@ NULL_BLOCK_ID = 0
 
 
 class Block:
-    """One block's entry: how many tables hold it, and its place in the free list."""
+    """One block's entry: how many tables hold it, what it contains, and its place in a free list."""
 
-    __slots__ = ("id", "next", "prev", "ref_count")
+    __slots__ = ("hash", "id", "next", "prev", "ref_count")
 
     def __init__(self, block_id: int) -> None:
         self.id = block_id
         self.ref_count = 0
+        self.hash: bytes | None = None
+        """Names the tokens of a full block and all before them; None: nobody can find the contents."""
         self.prev = self
         self.next = self
 
@@ -68,14 +71,24 @@ class FreeList:
 
 
 class BlockPool:
-    """Hands out block ids and counts their holders; the least recently freed block goes first."""
+    """Hands out block ids, counts their holders and finds contents again.
+
+    Free blocks without a hash are handed out before those with one, whose contents may be wanted again;
+    in both cases the least recently freed goes first.
+    """
 
     def __init__(self, num_blocks: int) -> None:
         assert num_blocks >= 1, "a pool has at least its null block"
         self._blocks = [Block(block_id) for block_id in range(num_blocks)]
-        self._free = FreeList()
+        self._by_hash: dict[bytes, Block] = {}
+        self._blank = FreeList()
+        self._cached = FreeList()
+        self.num_free = num_blocks - 1
+        """Blocks without a holder, those with contents to find again included."""
+        self.num_shared = 0
+        """Blocks with several holders."""
         for block in self._blocks[1:]:
-            self._free.append(block)
+            self._blank.append(block)
 
     @property
     def num_blocks(self) -> int:
@@ -83,27 +96,46 @@ class BlockPool:
         return len(self._blocks) - 1
 
     @property
-    def num_free(self) -> int:
-        return len(self._free)
+    def num_cached(self) -> int:
+        """Free blocks whose contents can still be found."""
+        return len(self._cached)
 
     def ref_count(self, block_id: int) -> int:
         """How many holders a block has."""
         return self._blocks[block_id].ref_count
 
+    def find(self, block_hash: bytes) -> int | None:
+        """The block with these contents, held or free; None if there is none."""
+        block = self._by_hash.get(block_hash)
+        return None if block is None else block.id
+
+    def register(self, block_id: int, block_hash: bytes) -> None:
+        """Make the contents of a held block findable; if another block has the same, that one stays the one found."""
+        block = self._blocks[block_id]
+        assert block.ref_count > 0 and block.hash is None, f"block {block_id} cannot take a hash"
+        if self._by_hash.setdefault(block_hash, block) is block:
+            block.hash = block_hash
+
     def allocate(self, num_blocks: int) -> list[int]:
         """Hand out blocks with one holder each; the caller made sure that so many are free."""
         assert num_blocks <= self.num_free, f"{num_blocks} blocks are wanted, {self.num_free} are free"
-        blocks = [self._free.popleft() for _ in range(num_blocks)]
-        for block in blocks:
+        ids: list[int] = []
+        for _ in range(num_blocks):
+            block = self._blank.popleft() if self._blank else self._forget(self._cached.popleft())
             block.ref_count = 1
-        return [block.id for block in blocks]
+            ids.append(block.id)
+        self.num_free -= num_blocks
+        return ids
 
     def share(self, block_ids: Sequence[int]) -> None:
-        """Give every block one more holder; free ones leave the free list."""
+        """Give every block one more holder; free ones leave their free list."""
         for block_id in block_ids:
             block = self._held_or_free(block_id)
             if block.ref_count == 0:
-                self._free.remove(block)
+                self._free_list(block).remove(block)
+                self.num_free -= 1
+            elif block.ref_count == 1:
+                self.num_shared += 1
             block.ref_count += 1
 
     def release(self, block_ids: Sequence[int]) -> None:
@@ -116,19 +148,43 @@ class BlockPool:
             assert block.ref_count > 0, f"block {block_id} is released but nobody holds it"
             block.ref_count -= 1
             if block.ref_count == 0:
-                self._free.append(block)
+                self._free_list(block).append(block)
+                self.num_free += 1
+            elif block.ref_count == 1:
+                self.num_shared -= 1
+
+    def forget_contents(self) -> None:
+        """Nothing can be found any more; only while no block is held."""
+        assert self.num_free == self.num_blocks, "blocks are in use"
+        while self._cached:
+            self._blank.append(self._forget(self._cached.popleft()))
 
     def check_invariants(self) -> None:
-        """Walk the whole pool (for tests): links, counts and the null block are as promised."""
-        free_ids = [block.id for block in self._free]
-        assert len(free_ids) == self.num_free, "the free list's length is not what it says"
-        assert len(set(free_ids)) == len(free_ids), "a block is in the free list twice"
-        unheld = {block.id for block in self._blocks[1:] if block.ref_count == 0}
-        assert set(free_ids) == unheld, "free blocks and blocks without a holder differ"
+        """Walk the whole pool (for tests): links, counts, hashes and the null block are as promised."""
+        for free, has_hash in ((self._blank, False), (self._cached, True)):
+            listed = list(free)
+            assert len(listed) == len(free), "a free list's length is not what it says"
+            unheld = {b.id for b in self._blocks[1:] if b.ref_count == 0 and (b.hash is not None) == has_hash}
+            assert {block.id for block in listed} == unheld, "free blocks and blocks without a holder differ"
+            assert len(unheld) == len(listed), "a block is in a free list twice"
+            for block in listed:
+                assert block.next.prev is block and block.prev.next is block, f"links of block {block.id} are broken"
+        assert self.num_free == len(self._blank) + len(self._cached), "the number of free blocks is not what it says"
         assert all(block.ref_count >= 0 for block in self._blocks), "a reference count is below 0"
-        assert self._blocks[NULL_BLOCK_ID].ref_count == 0, "the null block was handed out"
-        for block in self._free:
-            assert block.next.prev is block and block.prev.next is block, f"links of block {block.id} are broken"
+        null = self._blocks[NULL_BLOCK_ID]
+        assert null.ref_count == 0 and null.hash is None, "the null block was handed out"
+        hashed = {block.hash: block for block in self._blocks if block.hash is not None}
+        assert hashed == self._by_hash, "the hash map and the blocks' hashes differ"
+        assert self.num_shared == sum(block.ref_count > 1 for block in self._blocks), "shared blocks do not add up"
+
+    def _free_list(self, block: Block) -> FreeList:
+        return self._blank if block.hash is None else self._cached
+
+    def _forget(self, block: Block) -> Block:
+        assert block.hash is not None, f"block {block.id} has no hash"
+        del self._by_hash[block.hash]
+        block.hash = None
+        return block
 
     def _held_or_free(self, block_id: int) -> Block:
         assert block_id != NULL_BLOCK_ID, "the null block has no holders"

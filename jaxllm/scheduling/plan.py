@@ -6,8 +6,16 @@ A plan says what to compute, never how: buckets, padding and packing are the run
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from jaxllm.request import Request
+
+
+class BlockCopy(NamedTuple):
+    """A block whose contents, as earlier steps left them, are needed in another one."""
+
+    source: int
+    destination: int
 
 
 @dataclass(slots=True)
@@ -33,6 +41,8 @@ class PlanRow:
     """The request took its seat in this step: the seat's state on the device is stale."""
     samples: bool
     """The row reaches the request's last existing token, so the step samples the next one."""
+    num_steps: int = 1
+    """Steps of one token each that the device does one after the other, each with the token sampled before."""
 
     @property
     def end(self) -> int:
@@ -44,10 +54,17 @@ class StepPlan:
     """What one step computes, in row order."""
 
     rows: tuple[PlanRow, ...] = ()
+    copies: tuple[BlockCopy, ...] = ()
+    """To be made before the step writes anything; no destination is a source."""
 
     @property
     def num_tokens(self) -> int:
         return sum(row.num_tokens for row in self.rows)
+
+    @property
+    def num_steps(self) -> int:
+        """Steps that the device does in one call."""
+        return max(row.num_steps for row in self.rows)
 
     def __bool__(self) -> bool:
         return bool(self.rows)
@@ -55,7 +72,10 @@ class StepPlan:
 
 @dataclass(frozen=True)
 class StepOutput:
-    """What one step sampled, aligned with the plan's rows; rows that did not sample hold nothing of use."""
+    """What a plan's steps sampled, aligned with its rows: `num_steps` tokens of each.
 
-    token_ids: list[int] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
+    Rows that did not sample hold nothing of use, and so does what follows a row's last step.
+    """
+
+    token_ids: list[list[int]] = field(default_factory=list)
+    logprobs: list[list[float]] = field(default_factory=list)

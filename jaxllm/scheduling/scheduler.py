@@ -14,20 +14,40 @@ sound:
   runs steps in order, and the new owner writes before it reads.
 
 Invariant: a request is running exactly when it has a seat and waiting exactly when the admission
-order holds it; only running requests hold blocks; running requests are kept in admission order.
+order holds it; only running requests hold blocks; running requests are kept in admission order. A
+request has blocks for all of its tokens from its admission on, so it needs others only for its answer;
+one that was preempted keeps them at least until it sampled again.
 """
 
 from __future__ import annotations
 
 import heapq
+import sys
 from collections import deque
+from dataclasses import dataclass
 
 from jaxllm.config import CacheSize
 from jaxllm.outputs import TokenOutput
 from jaxllm.request import FinishReason, Request, RequestStatus
+from jaxllm.scheduling.forks import Forks
 from jaxllm.scheduling.kv_manager import NO_NEW_BLOCKS, KVManager, NewBlocks
 from jaxllm.scheduling.plan import PlanRow, StepOutput, StepPlan
 from jaxllm.scheduling.policy import FCFS, AdmissionOrder
+from jaxllm.scheduling.thrash import ThrashCounter
+
+WATERMARK = 0.01
+"""Share of the blocks that an admission leaves free for those that run."""
+
+
+@dataclass(frozen=True)
+class StepLimits:
+    """The most that one step may hold."""
+
+    seats: int
+    """Requests that run at once."""
+    tokens: int
+    admitted_blocks: int = sys.maxsize
+    """Blocks of requests that take their seats in the step; not less than those of the longest request."""
 
 
 class Scheduler:
@@ -35,20 +55,22 @@ class Scheduler:
 
     def __init__(
         self,
-        num_seats: int,
-        max_num_batched_tokens: int,
+        limits: StepLimits,
         cache_size: CacheSize,
+        enable_prefix_caching: bool = True,
         waiting: AdmissionOrder | None = None,
     ) -> None:
-        self.kv = KVManager(cache_size)
+        self.kv = KVManager(cache_size, enable_prefix_caching)
         self.requests: dict[str, Request] = {}
         """Every unfinished request by its id."""
         self.running: dict[str, Request] = {}
         """Requests with a seat by their ids, in admission order."""
         self.waiting: AdmissionOrder = FCFS() if waiting is None else waiting
-        self.num_preemptions = 0
-        self._max_num_batched_tokens = max_num_batched_tokens
-        self._free_seats = list(range(num_seats))  # a heap: low seats first keeps the seats in use dense
+        self.thrash = ThrashCounter()
+        self._limits = limits
+        self._watermark = int(WATERMARK * self.kv.num_blocks)
+        self._forks = Forks()
+        self._free_seats = list(range(limits.seats))  # a heap: low seats first keeps the seats in use dense
         self._in_flight: deque[StepPlan] = deque()
 
     @property
@@ -57,19 +79,26 @@ class Scheduler:
 
     @property
     def num_waiting(self) -> int:
-        return len(self.waiting)
+        return len(self.requests) - len(self.running)
 
     @property
     def num_running(self) -> int:
         return len(self.running)
 
+    @property
+    def num_preemptions(self) -> int:
+        return self.thrash.num_preemptions
+
     def add(self, request: Request) -> None:
-        """Let a new request wait for admission; the engine checked that it can be served."""
+        """Let a new request and its children wait for admission; the engine checked that they can be served."""
         assert request.request_id not in self.requests, f"request {request.request_id} is here already"
         assert 1 <= request.prompt_len < request.max_len, f"request {request.request_id} has no room for an answer"
         # The last token's K/V are never needed. A request that fits alone is what preemption relies on.
-        fits = self.kv.num_new_blocks(request, request.max_len - 1) <= self.kv.num_blocks
+        fits = self.kv.blocks_for(request.max_len - 1) <= self.kv.num_blocks
         assert fits, f"request {request.request_id} may outgrow the whole cache"
+        for child in request.children:
+            assert child.request_id not in self.requests, f"request {child.request_id} is here already"
+            self.requests[child.request_id] = child
         self.requests[request.request_id] = request
         self.waiting.push(request)
 
@@ -83,15 +112,22 @@ class Scheduler:
         self._finish(request, reason, stop_reason)
         return True
 
-    def schedule(self) -> StepPlan:
-        """Plan the next step; the plan is empty if nothing can be computed before an earlier one is read."""
+    def schedule(self, max_steps: int = 1) -> StepPlan:
+        """Plan the next step; the plan is empty if nothing can be computed before an earlier one is read.
+
+        Where nobody waits and every row decodes, rows may run on for up to `max_steps` steps on the device;
+        not more than a block has tokens, so that a row begins one new block at the most.
+        """
         rows: list[PlanRow] = []
         num_preemptions = self.num_preemptions
-        budget = self._continue_running(rows, self._max_num_batched_tokens)
+        self._forks.release(self.waiting)
+        budget = self._continue_running(rows, self._limits.tokens)
         # Who was preempted just now must not come back in the same step, whatever the policy says.
         if self.num_preemptions == num_preemptions:
             self._admit_waiting(rows, budget)
-        plan = StepPlan(tuple(rows))
+        if max_steps > 1 and self.num_waiting == 0 and all(map(_decodes, rows)):
+            self._run_on(rows, max_steps)
+        plan = StepPlan(tuple(rows), self.kv.take_copies())
         if plan:
             self._in_flight.append(plan)
         return plan
@@ -104,62 +140,115 @@ class Scheduler:
         oldest = self._in_flight.popleft()
         assert plan is oldest, "plans have to be updated in the order they were scheduled"
         outputs: list[TokenOutput] = []
-        for row, token_id, logprob in zip(plan.rows, output.token_ids, output.logprobs, strict=True):
+        for row, token_ids, logprobs in zip(plan.rows, output.token_ids, output.logprobs, strict=True):
             request = row.request
             if row.samples and request.finish_reason is None:
-                request.append_token(token_id, logprob)
-                if token_id in request.stop_token_ids or request.num_known >= request.max_len:
-                    self._end_if_due(request, token_id)
+                count = self._take_in(request, token_ids[: row.num_steps], logprobs)
+                new, new_logprobs = tuple(token_ids[:count]), tuple(logprobs[:count])
                 reason, stop_reason = request.finish_reason, request.stop_reason
-                outputs.append(TokenOutput(request.request_id, (token_id,), (logprob,), reason, stop_reason))
+                # By position: keywords would double the time.
+                outputs.append(
+                    TokenOutput(request.request_id, new, new_logprobs, reason, stop_reason, request.num_cached)
+                )
         return outputs
 
+    def _take_in(self, request: Request, token_ids: list[int], logprobs: list[float]) -> int:
+        """Append sampled tokens up to the one that ends the request; returns how many those are."""
+        for index, token_id in enumerate(token_ids):
+            request.append_token(token_id, logprobs[index])
+            if token_id in request.stop_token_ids or request.num_known >= request.max_len:
+                self._end_if_due(request, token_id)
+                if request.finish_reason is not None:
+                    return index + 1
+        return len(token_ids)
+
+    def _run_on(self, rows: list[PlanRow], max_steps: int) -> None:
+        """Let rows take further steps in the same call, each as many as it has room for without preempting."""
+        for row in rows:
+            request = row.request
+            more = min(max_steps - 1, request.max_len - request.num_tokens)
+            if more > 0 and request.num_computed + more > request.num_slots:
+                new = self.kv.grow(request, request.num_computed + more)
+                if new is None:
+                    more = min(more, max(request.num_slots - request.num_computed, 0))
+                elif new.ids:
+                    row.first_new_block = row.first_new_block if row.new_block_ids else new.first
+                    row.new_block_ids += new.ids
+            if more > 0:
+                row.num_steps += more
+                request.num_computed += more
+                request.num_tokens += more
+
     def _continue_running(self, rows: list[PlanRow], budget: int) -> int:
-        """Give running requests their next tokens, in admission order; returns what is left of the budget."""
+        """Give running requests their next tokens, in admission order; returns what is left of the budget.
+
+        This runs for every request in every step: a call per row, or min(), would cost a fifth of the time.
+        """
         for request in list(self.running.values()):
             if budget == 0:
                 break
+            seat, end = request.seat, request.num_tokens
             # Preempted for one before it, or all it may grow to is sampled already and waits to be read.
-            if request.seat is None or request.num_tokens >= request.max_len:
+            if seat is None or end >= request.max_len:
                 continue
-            end = request.num_computed + budget
-            if end > request.num_tokens:  # min() would cost more than all checks of the loop
-                end = request.num_tokens
-            new_blocks = NO_NEW_BLOCKS if end <= request.num_slots else self._make_room(request, end)
-            if new_blocks is not None:
-                budget -= end - request.num_computed
-                rows.append(_advance(request, end, new_blocks, False))
+            start = request.num_computed
+            samples = end - start <= budget
+            if not samples:
+                end = start + budget
+            first, ids = NO_NEW_BLOCKS
+            if end > request.num_slots:
+                new_blocks = self._make_room(request, end)
+                if new_blocks is None:
+                    continue
+                first, ids = new_blocks
+            request.num_computed = end
+            if samples:
+                request.num_tokens = end + 1
+            budget -= end - start
+            rows.append(PlanRow(request, seat, start, end - start, request.num_known, first, ids, False, samples))
         return budget
 
     def _admit_waiting(self, rows: list[PlanRow], budget: int) -> None:
         """Seat waiting requests in the policy's order while there are tokens, seats and blocks for the next one."""
-        while budget > 0 and self._free_seats and self.waiting and self._can_join(self.waiting.peek()):
+        room = self._limits.admitted_blocks
+        while budget > 0 and self._free_seats and self.waiting:
+            table = self._get_table(self.waiting.peek(), room)
+            if table is None:
+                break
             request = self.waiting.pop()
-            end = min(request.num_tokens, request.num_computed + budget)
-            new_blocks = self.kv.grow(request, end)
-            assert new_blocks is not None, f"request {request.request_id} was admitted without room"
             self._take_seat(request)
+            end = min(request.num_tokens, request.num_computed + budget)
+            self.kv.grow(request, end)
+            room -= len(table.ids)
             budget -= end - request.num_computed
-            rows.append(_advance(request, end, new_blocks, True))
+            rows.append(_admitted_row(request, end, table))
 
-    def _can_join(self, request: Request) -> bool:
-        """All of it has to fit now, so that it is not preempted before it sampled anything."""
-        num_blocks = self.kv.num_new_blocks(request, request.num_tokens)
-        return request.num_pending == 0 and num_blocks <= self.kv.num_free_blocks
+    def _get_table(self, request: Request, room: int) -> NewBlocks | None:
+        """Blocks for all of a request's tokens, if there are enough and the step can name them."""
+        if request.num_pending > 0 or self.kv.blocks_for(request.num_tokens) > room:
+            return None
+        return self.kv.admit(request, reserve=self._watermark if self.running else 0)
 
     def _take_seat(self, request: Request) -> None:
         request.seat = heapq.heappop(self._free_seats)
         request.status = RequestStatus.RUNNING
         self.running[request.request_id] = request
+        if request.num_preemptions == 0:
+            request.num_cached = request.num_computed
+        if request.children:
+            self._forks.watch(request)
 
     def _make_room(self, request: Request, end: int) -> NewBlocks | None:
-        """Get blocks for tokens [0, end), preempting if need be; None if `request` itself had to go.
+        """Get blocks for tokens [0, end), preempting if need be; None if `request` had to go or has to pause.
 
         Victims are taken from the end of the admission order and rows are planned from its front, so
-        a victim never has a row in the plan that is being built.
+        a victim never has a row in the plan that is being built. A request that was preempted before is no
+        victim until it sampled again: it has all the blocks it needs for that, so the pause is short.
         """
         while (new_blocks := self.kv.grow(request, end)) is None:
             victim = next(reversed(self.running.values()))
+            if victim.num_tokens == victim.preempted_len:
+                return None
             self._preempt(victim)
             if victim is request:
                 return None
@@ -177,17 +266,20 @@ class Scheduler:
     def _preempt(self, request: Request) -> None:
         """Take everything from a running request; its tokens are computed again when it is readmitted."""
         self._vacate(request)
+        self.thrash.note(request.num_computed)
         request.status = RequestStatus.WAITING
         request.num_computed = 0
         request.num_preemptions += 1
-        self.num_preemptions += 1
+        request.preempted_len = request.num_tokens
         self.waiting.push_front(request)
 
     def _finish(self, request: Request, reason: FinishReason, stop_reason: int | str | None) -> None:
         if request.status is RequestStatus.RUNNING:
             self._vacate(request)
-        else:
+        elif request.status is RequestStatus.WAITING:
             self.waiting.remove(request)
+        if request.children:
+            self._forks.watch(request)
         del self.requests[request.request_id]
         request.finish(reason, stop_reason)
 
@@ -199,13 +291,17 @@ class Scheduler:
         del self.running[request.request_id]
 
 
-def _advance(request: Request, end: int, new: NewBlocks, admitted: bool) -> PlanRow:
-    """Make the row of tokens [num_computed, end) and count them as computed."""
+def _decodes(row: PlanRow) -> bool:
+    """The row has its seat already, and is one token that samples the next."""
+    return row.num_tokens == 1 and row.samples and not row.admitted
+
+
+def _admitted_row(request: Request, end: int, table: NewBlocks) -> PlanRow:
+    """Make the row of tokens [num_computed, end) of a request that took its seat, and count them as computed."""
     start, seat = request.num_computed, request.seat
     assert seat is not None, f"request {request.request_id} has no seat"
     samples = end == request.num_tokens
     request.num_computed = end
     if samples:
         request.num_tokens = end + 1
-    # By position: keywords would double the time.
-    return PlanRow(request, seat, start, end - start, request.num_known, new.first, new.ids, admitted, samples)
+    return PlanRow(request, seat, start, end - start, request.num_known, *table, True, samples)
