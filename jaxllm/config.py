@@ -76,8 +76,8 @@ class EngineConfig:
     max_steps_in_flight: int = 2
     """Steps launched before the oldest is read: 2 hides the host behind the device, 1 is synchronous."""
     num_scheduler_steps: int | None = None
-    """Most decode steps that one call does on the device while nobody waits; by default 4 for models that a GPU
-    runs faster than the host can launch steps, else 1."""
+    """Most decode steps that one call does on the device while nobody waits and the host is slower than the device;
+    by default 4 on a GPU, 1 on a CPU."""
 
     device: str | None = None
     """Platform and first device, as "cuda", "cuda:0" or "cpu"; by default what JAX finds first."""

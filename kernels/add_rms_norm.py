@@ -70,7 +70,7 @@ def _kernel(x, scale, *refs, hidden: int, columns: int, eps: float, adds: bool):
     def load(ref):
         return plt.load(ref) if mask is None else plt.load(ref, mask=mask, other=0)
 
-    wide = load(x.at[token, column]).astype(jnp.float32)
+    wide, by = load(x.at[token, column]).astype(jnp.float32), load(scale.at[column])  # before the wait for the sum
     *added, normed = refs[: 2 if adds else 1]
     for parts in added:
         wide += sum(load(parts.at[part, token, column]).astype(jnp.float32) for part in range(parts.shape[0]))
@@ -78,5 +78,5 @@ def _kernel(x, scale, *refs, hidden: int, columns: int, eps: float, adds: bool):
         plt.store(refs[2].at[token, column], total, mask=mask)
         wide = total.astype(jnp.float32)
     mean = jnp.sum(wide * wide) / hidden  # what is masked is 0
-    result = wide * jax.lax.rsqrt(mean + eps) * load(scale.at[column])
+    result = wide * jax.lax.rsqrt(mean + eps) * by
     plt.store(normed.at[token, column], result.astype(normed.dtype), mask=mask)

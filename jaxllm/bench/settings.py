@@ -19,7 +19,7 @@ class LatencySettings:
     """Numbers of requests that run at once, one measurement each."""
     context: int = 512
     """Tokens of each of their prompts."""
-    steps: int = 100
+    steps: int = 32
     """Decode steps that are timed per number of rows, once all rows decode."""
     prompt_len: int = 128
     """Tokens of the prompt that one stream and the time to first token are measured with."""

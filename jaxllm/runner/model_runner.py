@@ -46,8 +46,10 @@ EAGER_OPTIONS = {"gpu": {"xla_gpu_enable_command_buffer": ""}}
 GRAPHS = "FUSION,CUBLAS,CUBLASLT,CUDNN,CUSTOM_CALL,CONDITIONAL,DYNAMIC_SLICE_FUSION,WHILE"
 GRAPH_OPTIONS = {"gpu": {"xla_gpu_enable_command_buffer": GRAPHS}}
 """XLA's own choice, and loops: several steps are one CUDA graph."""
-FAST_MODEL_BYTES, STEPS_OF_FAST_MODELS = 8 << 30, 4
-"""A GPU reads fewer bytes of weights faster than the host launches a step."""
+GPU_STEPS = 4
+"""Most steps of a call on a GPU, by default: a host that is four times too slow still keeps up."""
+PROBED_LAYERS = 8
+"""Layers use each other's temporaries: those of a few are those of all."""
 
 
 @dataclass(frozen=True)
@@ -168,12 +170,9 @@ class ModelRunner:
         self.ladder = make_ladder(config.max_num_seqs, config.max_num_batched_tokens, self.platform)
         self.block_size = block_size
         # Not more than a block has tokens: a row then begins one new block in a call at the most.
-        self.max_steps = min(config.num_scheduler_steps or self._default_steps(), block_size)
+        default_steps = 1 if self.platform == "cpu" else GPU_STEPS
+        self.max_steps = min(config.num_scheduler_steps or default_steps, block_size)
         self.max_blocks = -(-max_model_len // block_size)
-
-    def _default_steps(self) -> int:
-        fast = self.platform != "cpu" and shard_bytes(self.definition.specs.values()) < FAST_MODEL_BYTES
-        return STEPS_OF_FAST_MODELS if fast else 1
 
     def _fit(self, config: EngineConfig, model: ModelConfig) -> CacheSize:
         """Decides how large the cache is and, where the user left it open, how long a request may be."""
@@ -198,8 +197,14 @@ class ModelRunner:
         weights, _, state = self._held_bytes(probed)
         facts = (self.model, probed, self.dtype, self.ladder, self.config.attention_backend, "temporaries")
         file = ExecutableStore(self._devices, facts).folder / "temp" if self.config.compilation_cache else None
-        temp = remember(file, lambda: temp_bytes([self._lower(self.ladder.mixed[-1], probed).compile()]))
-        return MemoryBudget(limit, weights, state, temp)
+        return MemoryBudget(limit, weights, state, remember(file, partial(self._measure_temp, probed)))
+
+    def _measure_temp(self, size: CacheSize) -> int:
+        """Bytes of temporaries of the largest step, found by compiling it for a model of few layers."""
+        num_layers = min(self.model.num_layers, PROBED_LAYERS)
+        model = dataclasses.replace(self.model, num_layers=num_layers, layers=self.model.layers[:num_layers])
+        config = dataclasses.replace(self.config, num_gpu_blocks_override=size.num_blocks)
+        return temp_bytes([ModelRunner(config, model, self.mesh)._lower(self.ladder.mixed[-1], size).compile()])
 
     def _held_bytes(self, size: CacheSize) -> tuple[int, int, int]:
         """Bytes of weights, cache and state on one device."""
