@@ -68,11 +68,21 @@ def nothing_seen(rows: int, columns: int) -> Running:
 
 
 def merge(state: Running, other: Running) -> Running:
-    """Both parts of a context; a part that saw nothing changes no bit of the other."""
-    peak = jnp.maximum(state.peak, other.peak)
-    ours, theirs = jnp.exp2(state.peak - peak), jnp.exp2(other.peak - peak)
-    values = state.values * ours[:, None] + other.values * theirs[:, None]
-    return Running(peak, state.total * ours + other.total * theirs, values)
+    """Both parts of a context; a part that saw nothing changes no bit of the other.
+
+    The part with the higher peak is not scaled. With a factor on both, a compiler could choose which of the two
+    products it fuses with the sum, and round the same merge differently in two kernels.
+    """
+    ours_is_higher = state.peak >= other.peak
+    shrink = jnp.exp2(-jnp.abs(state.peak - other.peak))
+    higher, lower = (
+        jnp.where(ours_is_higher, state.total, other.total),
+        jnp.where(ours_is_higher, other.total, state.total),
+    )
+    rows = ours_is_higher[:, None]
+    values, lower_values = jnp.where(rows, state.values, other.values), jnp.where(rows, other.values, state.values)
+    total, values = higher + lower * shrink, values + lower_values * shrink[:, None]
+    return Running(jnp.maximum(state.peak, other.peak), total, values)
 
 
 class Sums(NamedTuple):

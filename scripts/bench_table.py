@@ -69,6 +69,8 @@ def _choices(engine: dict[str, Any]) -> Iterator[str]:
         yield engine["dtype"]
     if engine.get("attention_backend", "auto") != "auto":
         yield f"{engine['attention_backend']} attention"
+    if engine.get("disable_custom_all_reduce"):
+        yield "NCCL"
 
 
 def read_entries(folder: Path) -> list[Entry]:

@@ -112,3 +112,37 @@ class KernelSettings:
     """TFLOP/s of matrix products; shares are of this. The default is an H200's in bfloat16, measured."""
     seed: int | None = None
     """Seed of the inputs; by default another one every time."""
+
+
+@dataclass(frozen=True)
+class ServeSettings:
+    """What `jaxllm bench serve` sends, and how fast."""
+
+    concurrency: tuple[int, ...] = (1, 16, 64)
+    """Numbers of requests in flight, one measurement each: a new one is sent when one is answered."""
+    request_rate: tuple[float, ...] = ()
+    """Instead, requests per second that arrive at random (a Poisson process), whatever is in flight."""
+    num_prompts: int | None = None
+    """Requests per measurement; by default 4 for each in flight, or a minute's."""
+    input_len: int = 512
+    """Tokens of each prompt."""
+    output_len: int = 256
+    """Tokens of each answer."""
+    vocab_size: int = 10000
+    """Prompts are made of token ids below this number."""
+    model: str | None = None
+    """Name of the model; by default the first that the server lists."""
+    timeout: float = 600.0
+    """Seconds after which a request counts as failed."""
+    seed: int = 0
+    """Seed of prompts and of arrivals."""
+
+    def __post_init__(self) -> None:
+        for name in ("num_prompts", "input_len", "output_len", "vocab_size"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ValueError(f"{name}={value} is too small: use 1 or above")
+        if any(number < 1 for number in self.concurrency):
+            raise ValueError(f"concurrency={self.concurrency} has a number below 1")
+        if any(not 0 < rate < float("inf") for rate in self.request_rate):
+            raise ValueError(f"request_rate={self.request_rate} has a rate that is not above 0")
