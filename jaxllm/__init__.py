@@ -14,13 +14,14 @@ if TYPE_CHECKING:
     from jaxllm.llm import LLM
     from jaxllm.memory import calculate_kv_cache_blocks
     from jaxllm.outputs import CompletionOutput, RequestOutput
-    from jaxllm.sampling_params import SamplingParams
+    from jaxllm.sampling_params import BeamSearchParams, SamplingParams
 
 _MODULES = {
     "LLM": "jaxllm.llm",
     "LLMEngine": "jaxllm.engine.engine",
     "EngineConfig": "jaxllm.config",
     "SamplingParams": "jaxllm.sampling_params",
+    "BeamSearchParams": "jaxllm.sampling_params",
     "RequestOutput": "jaxllm.outputs",
     "CompletionOutput": "jaxllm.outputs",
     "calculate_kv_cache_blocks": "jaxllm.memory",
@@ -28,6 +29,7 @@ _MODULES = {
 
 __all__ = [
     "LLM",
+    "BeamSearchParams",
     "CompletionOutput",
     "EngineConfig",
     "LLMEngine",

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from jaxllm.memory import choose_block_size, expected_waste, show_bytes
 
@@ -18,6 +19,7 @@ logger = logging.getLogger(__name__)
 DType = Literal["auto", "float32", "bfloat16", "float16"]
 AttentionBackend = Literal["auto", "xla", "pallas"]
 LoadFormat = Literal["auto", "dummy"]
+GenerationDefaults = Literal["auto", "none"]
 ITEMSIZES = {"float32": 4, "bfloat16": 2, "float16": 2}
 """Bytes of a number, by the name of its type."""
 MAY_BE_AUTO = ("max_model_len", "block_size")
@@ -55,6 +57,13 @@ class EngineConfig:
     """Where weights come from. auto: the checkpoint. dummy: they are random, for measuring speed; MODEL may then be a
     folder with nothing but a config.json, or a shape that is built in, as llama-3.1-8b (`jaxllm models` lists them)."""
 
+    generation_config: GenerationDefaults = "auto"
+    """Where the sampling parameters of requests that bring none come from. auto: the model's generation_config.json,
+    if there is one. none: jaxllm's own defaults."""
+    logits_processors: Sequence[str | Callable[..., Any]] = ()
+    """Functions that all logits go through before a token is chosen: pure ones of JAX, from float32 [rows, vocab] to
+    the like, or where to import them from, as package.module:function."""
+
     max_model_len: int | Literal["auto"] | None = None
     """Longest prompt plus output of one request, in tokens; by default the checkpoint's context length. auto: what
     fits into memory, if that is less."""
@@ -82,7 +91,9 @@ class EngineConfig:
     device: str | None = None
     """Platform and first device, as "cuda", "cuda:0" or "cpu"; by default what JAX finds first."""
     tensor_parallel_size: int = 1
-    """Number of devices every layer is split over; has to divide the number of K/V heads."""
+    """Number of devices every layer is split over. Each has whole K/V heads: several have the same where there are few."""
+    disable_custom_all_reduce: bool = False
+    """Let NCCL add up what several GPUs computed, in one CUDA graph, instead of XLA's kernels between graphs."""
 
     enforce_eager: bool = False
     """Compile each shape when it is first met, without CUDA graphs: starts sooner, runs slower."""
@@ -93,6 +104,7 @@ class EngineConfig:
 
     def __post_init__(self) -> None:
         self._check_counts()
+        self._check_processors()
         share = self.gpu_memory_utilization
         if isinstance(share, bool) or not isinstance(share, int | float) or not 0 < share <= 1:
             raise ValueError(
@@ -104,16 +116,26 @@ class EngineConfig:
         for name, choices in (
             ("dtype", DType.__args__),
             ("load_format", LoadFormat.__args__),
+            ("generation_config", GenerationDefaults.__args__),
             ("attention_backend", AttentionBackend.__args__),
         ):
             if getattr(self, name) not in choices:
                 raise ValueError(f"{name}={getattr(self, name)!r} is unknown: use one of {', '.join(choices)}")
         for name, kind in (
             *(("model", str), ("tokenizer", str | None), ("device", str | None)),
-            *(("seed", int), ("enable_prefix_caching", bool)),
+            *(("seed", int), ("enable_prefix_caching", bool), ("disable_custom_all_reduce", bool)),
         ):
             if not isinstance(getattr(self, name), kind):
                 raise ValueError(f"{name}={getattr(self, name)!r} has the wrong type: use {kind}")
+
+    def _check_processors(self) -> None:
+        named = self.logits_processors
+        if isinstance(named, str) or not isinstance(named, Iterable):
+            raise ValueError(f"logits_processors={named!r} is not valid: use a list of functions")
+        object.__setattr__(self, "logits_processors", tuple(named))
+        for one in self.logits_processors:
+            if not isinstance(one, str) and not callable(one):
+                raise ValueError(f"logits_processors has {one!r}: use functions, or texts as 'package.module:function'")
 
     def _check_counts(self) -> None:
         optional = {item.name for item in dataclasses.fields(self) if item.default is None}
@@ -269,6 +291,8 @@ class ModelConfig:
     """Type the checkpoint was stored in (float32 for quantised GGUF files)."""
     eos_token_ids: tuple[int, ...] = ()
     """Tokens that end an answer: generation_config.json's where there is one."""
+    sampling_defaults: tuple[tuple[str, float | int], ...] = ()
+    """Names and values of `SamplingParams` that the checkpoint recommends."""
 
     @property
     def group_size(self) -> int:

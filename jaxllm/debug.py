@@ -6,11 +6,8 @@ and never waits for a device.
 
 from __future__ import annotations
 
-import dataclasses
-import time
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 from rich import box
 from rich.console import Console
@@ -18,9 +15,15 @@ from rich.table import Table
 from rich.text import Text
 
 from jaxllm.engine.engine import LLMEngine
-from jaxllm.memory import DeviceMemory, imbalance_percent, show_bytes
-from jaxllm.scheduling.kv_manager import KVManager
-from jaxllm.scheduling.kv_stats import KVStats
+from jaxllm.engine.inspection import (
+    NUM_LAST_TOKENS,
+    MemoryStats,
+    PoolStats,
+    SequenceState,
+    inspect_memory,
+    inspect_requests,
+)
+from jaxllm.memory import DeviceMemory, show_bytes
 
 __all__ = [
     "DeviceMemory",
@@ -33,7 +36,6 @@ __all__ = [
     "print_sequence_states",
 ]
 
-NUM_LAST_TOKENS = 10
 WIDTH_OF_FILES = 200
 """In characters, where nothing says how wide a line may be."""
 
@@ -47,62 +49,9 @@ class HasEngine(Protocol):
 type Source = LLMEngine | HasEngine
 
 
-@dataclass(frozen=True)
-class PoolStats(KVStats):
-    """The K/V cache's blocks, the null block left out."""
-
-    block_size: int
-    """Tokens in a block."""
-    waste_percent: float
-    """Share of the used blocks' slots that is empty."""
-
-
-@dataclass(frozen=True)
-class MemoryStats:
-    """Where an engine's memory went."""
-
-    devices: tuple[DeviceMemory, ...]
-    pool: PoolStats
-    imbalance_percent: float
-    """How much more than the average the fullest device holds."""
-
-    def to_dict(self) -> dict[str, Any]:
-        """As dictionaries and lists, for JSON."""
-        return dataclasses.asdict(self) | {"devices": [dataclasses.asdict(device) for device in self.devices]}
-
-
-@dataclass(frozen=True)
-class SequenceState:
-    """An unfinished request, as the scheduler sees it."""
-
-    request_id: str
-    status: str
-    """waiting, waiting for fork (another request computes their prompt) or running."""
-    last_token_ids: tuple[int, ...]
-    """The last 10 that the host knows, prompt included."""
-    block_ids: tuple[int, ...]
-    """K/V cache blocks it holds, in the order of its tokens."""
-    num_computed: int
-    """Tokens whose K/V are in the cache, or will be once the launched steps ran."""
-    num_tokens: int
-    """Tokens of prompt and answer, with those that launched steps will bring."""
-    num_preemptions: int
-    age: float
-    """Seconds since it was added."""
-
-    def to_dict(self) -> dict[str, Any]:
-        """As dictionaries and lists, for JSON."""
-        return dataclasses.asdict(self) | {
-            "last_token_ids": list(self.last_token_ids),
-            "block_ids": list(self.block_ids),
-        }
-
-
 def memory_stats(source: Source) -> MemoryStats:
     """What an engine holds on its devices, and how the blocks of its K/V cache are used."""
-    core = _engine_of(source).core
-    devices = core.runner.memory_report()
-    return MemoryStats(devices, _pool_stats(core.scheduler.kv), imbalance_percent([device.total for device in devices]))
+    return inspect_memory(_engine_of(source).core)
 
 
 def print_memory_stats(source: Source) -> None:
@@ -133,22 +82,7 @@ def print_memory_stats(source: Source) -> None:
 
 def debug_sequence_states(source: Source) -> list[SequenceState]:
     """Every unfinished request: running ones in the order of their admission, then waiting ones by arrival."""
-    scheduler, now = _engine_of(source).core.scheduler, time.monotonic()
-    running = list(scheduler.running.values())
-    waiting = [request for request in list(scheduler.requests.values()) if request.request_id not in scheduler.running]
-    return [
-        SequenceState(
-            request.request_id,
-            request.status.value,
-            tuple(request.get_token_ids(max(request.num_known - NUM_LAST_TOKENS, 0))),
-            scheduler.kv.block_ids(request),
-            request.num_computed,
-            request.num_tokens,
-            request.num_preemptions,
-            now - request.arrival_time,
-        )
-        for request in [*running, *sorted(waiting, key=lambda request: request.arrival_time)]
-    ]
+    return inspect_requests(_engine_of(source).core)
 
 
 def print_sequence_states(source: Source) -> None:
@@ -172,13 +106,6 @@ def print_sequence_states(source: Source) -> None:
 
 def _engine_of(source: Source) -> LLMEngine:
     return source if isinstance(source, LLMEngine) else source.engine
-
-
-def _pool_stats(kv: KVManager) -> PoolStats:
-    stats = kv.stats()
-    slots = stats.used_blocks * kv.block_size
-    waste = 100 * (1 - stats.used_tokens / slots) if slots else 0.0
-    return PoolStats(**vars(stats), block_size=kv.block_size, waste_percent=waste)
 
 
 def _device_row(device: DeviceMemory) -> tuple[str, ...]:

@@ -11,12 +11,14 @@ from typing import Any, cast
 from tqdm import tqdm
 
 from jaxllm.debug import MemoryStats, memory_stats, print_memory_stats
+from jaxllm.engine.beam_search import BeamSearch, Candidate
 from jaxllm.engine.chat_template import Message
-from jaxllm.engine.engine import LLMEngine, Prompt
+from jaxllm.engine.engine import LLMEngine
 from jaxllm.engine.interrupts import note_interrupt
+from jaxllm.engine.request_maker import Prompt
 from jaxllm.engine.tokenizer import Tokenizer
-from jaxllm.outputs import RequestOutput
-from jaxllm.sampling_params import RequestOutputKind, SamplingParams
+from jaxllm.outputs import BeamSearchOutput, BeamSearchSequence, RequestOutput
+from jaxllm.sampling_params import BeamSearchParams, RequestOutputKind, SamplingParams
 
 type Params = SamplingParams | Sequence[SamplingParams] | None
 
@@ -46,7 +48,7 @@ class LLM:
 
         Args:
             prompts: one text, a list of texts, the token ids of one prompt, or a list of those.
-            sampling_params: for all prompts, or one for each.
+            sampling_params: for all prompts, or one for each; by default `get_default_sampling_params`.
             use_tqdm: show a progress bar on a terminal.
 
         Returns:
@@ -56,9 +58,28 @@ class LLM:
             ValueError: a prompt or its parameters cannot be served; then none of the prompts was run.
         """
         listed = _as_list(prompts)
-        params = _params_for(listed, sampling_params)
+        params = _params_for(listed, self.get_default_sampling_params() if sampling_params is None else sampling_params)
         request_ids = self._enter(listed, params)
         return self._run(request_ids, use_tqdm)
+
+    def beam_search(
+        self, prompts: Prompt | Sequence[Prompt], params: BeamSearchParams, use_tqdm: bool = False
+    ) -> list[BeamSearchOutput]:
+        """The most likely answers to prompts, found and scored as by transformers.
+
+        Args:
+            prompts: as for `generate`.
+            params: how to search.
+            use_tqdm: show a progress bar on a terminal for each token.
+
+        Raises:
+            ValueError: a prompt or the parameters cannot be served.
+        """
+        listed = _as_list(prompts)
+        searches = [self._make_search(prompt, params) for prompt in listed]
+        salts = [prompt.get("cache_salt") if isinstance(prompt, dict) else None for prompt in listed]
+        self._search(searches, salts, use_tqdm)
+        return [BeamSearchOutput([self._with_text(one, search) for one in search.sequences()]) for search in searches]
 
     def chat(
         self,
@@ -88,6 +109,10 @@ class LLM:
         ]
         return self.generate(prompts, sampling_params, use_tqdm)
 
+    def get_default_sampling_params(self) -> SamplingParams:
+        """What the model's generation_config.json recommends (`generation_config`), else `SamplingParams()`."""
+        return self.engine.default_params
+
     def get_tokenizer(self) -> Tokenizer:
         return self.engine.tokenizer
 
@@ -112,6 +137,28 @@ class LLM:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+    def _make_search(self, prompt: Prompt, params: BeamSearchParams) -> BeamSearch:
+        _, request = self.engine.make_request("beam", prompt, SamplingParams(max_tokens=params.max_tokens))
+        longest = request.max_len - request.prompt_len
+        return BeamSearch(request.prompt_ids, params, request.eos_token_ids, longest)
+
+    def _search(self, searches: Sequence[BeamSearch], salts: Sequence[str | None], use_tqdm: bool) -> None:
+        """Brings all searches to their ends, a token of every hypothesis at a time."""
+        while going := [(search, salt) for search, salt in zip(searches, salts, strict=True) if not search.is_over]:
+            prompts = [
+                cast(Prompt, {"prompt_token_ids": [*search.prompt_ids, *one.token_ids], "cache_salt": salt})
+                for search, salt in going
+                for one in search.running
+            ]
+            looks = [_look(search.num_candidates) for search, _ in going for _ in search.running]
+            outputs = iter(self.generate(prompts, looks, use_tqdm))
+            for search, _ in going:
+                search.advance([_candidates(next(outputs), search.num_candidates) for _ in search.running])
+
+    def _with_text(self, sequence: BeamSearchSequence, search: BeamSearch) -> BeamSearchSequence:
+        own = sequence.tokens[len(search.prompt_ids) :]
+        return dataclasses.replace(sequence, text=self.engine.tokenizer.decode(own))
 
     def _enter(self, prompts: list[Prompt], params: list[SamplingParams]) -> list[str]:
         """Enters all prompts or, if one of them is refused, none."""
@@ -161,9 +208,9 @@ def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     return [cast(Prompt, prompts)] if is_single else list(cast(Sequence[Prompt], prompts))
 
 
-def _params_for(prompts: list[Prompt], params: Params) -> list[SamplingParams]:
-    if params is None or isinstance(params, SamplingParams):
-        return [_final_only(params or SamplingParams())] * len(prompts)
+def _params_for(prompts: list[Prompt], params: SamplingParams | Sequence[SamplingParams]) -> list[SamplingParams]:
+    if isinstance(params, SamplingParams):
+        return [_final_only(params)] * len(prompts)
     if len(params) != len(prompts):
         raise ValueError(f"sampling_params has {len(params)} entries for {len(prompts)} prompts: give one, or one each")
     return [_final_only(param) for param in params]
@@ -174,3 +221,14 @@ def _final_only(params: SamplingParams) -> SamplingParams:
     if not isinstance(params, SamplingParams):
         raise ValueError(f"sampling_params={params!r} is not a SamplingParams")
     return dataclasses.replace(params, output_kind=RequestOutputKind.FINAL_ONLY)
+
+
+def _look(num_candidates: int) -> SamplingParams:
+    """One token, for the sake of the candidates that are told with it."""
+    return SamplingParams(temperature=0, max_tokens=1, ignore_eos=True, detokenize=False, logprobs=num_candidates)
+
+
+def _candidates(output: RequestOutput, count: int) -> list[Candidate]:
+    logprobs = output.outputs[0].logprobs
+    assert logprobs, "a request for candidates came without"
+    return [Candidate(token_id, one.logprob) for token_id, one in logprobs[0].items()][:count]

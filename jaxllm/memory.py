@@ -7,7 +7,11 @@ from what happens to be free, so that the same start finds its compiled programs
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Sequence
 from dataclasses import dataclass
+
+logger = logging.getLogger(__name__)
 
 GIB = 1 << 30
 BLOCK_ROUNDING = 256
@@ -16,6 +20,8 @@ SMALLEST_BLOCK, LARGEST_BLOCK = 16, 128
 """Tokens; what block_size="auto" chooses from."""
 MAX_BLOCK_BYTES = 2 << 20
 MIN_BLOCKS_OF_LONGEST = 16
+MOST_IMBALANCE = 10.0
+"""Percent; more deserves a warning."""
 
 
 def calculate_kv_cache_blocks(  # noqa: PLR0913 - what decides the number is what it takes
@@ -122,7 +128,7 @@ class MemoryBudget:
     """What an engine may take: gpu_memory_utilization of the device's memory."""
     weights: int
     state: int
-    """What is kept per request besides K/V: block tables, sampling parameters, tokens seen."""
+    """What is kept per request besides K/V: block tables, sampling parameters, tokens that came."""
     temp: int
     """Temporaries of the largest step."""
 
@@ -162,6 +168,19 @@ def imbalance_percent(sizes: list[int]) -> float:
     """How much more than the average the largest of `sizes` is, in percent."""
     average = sum(sizes) / len(sizes)
     return 100 * (max(sizes) / average - 1) if average else 0.0
+
+
+def imbalance_of(devices: Sequence[DeviceMemory]) -> float:
+    """`imbalance_percent` of what an engine holds on its devices; warns where it is more than MOST_IMBALANCE."""
+    percent = imbalance_percent([device.total for device in devices])
+    if percent > MOST_IMBALANCE:
+        fullest = max(devices, key=lambda device: device.total)
+        logger.warning(
+            "%s holds %s, %.0f %% more than devices do on average: it limits the K/V cache of all of them. "
+            "Choose a tensor_parallel_size that divides the model",
+            *(fullest.device, show_bytes(fullest.total), percent),
+        )
+    return percent
 
 
 def show_bytes(size: int) -> str:

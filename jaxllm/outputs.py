@@ -5,38 +5,66 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
-from typing import overload
+from typing import NamedTuple, overload
 
 
-class TokenIds(Sequence[int]):
-    """The tokens that a growing list held when this was made: a list that cannot be changed, and costs no copy."""
+class Beginning[T](Sequence[T]):
+    """What a growing list held when this was made: a list that cannot be changed, and costs no copy."""
 
     __slots__ = ("_length", "_source")
     __hash__ = None  # pyright: ignore[reportAssignmentType]
 
-    def __init__(self, source: list[int]) -> None:
+    def __init__(self, source: list[T]) -> None:
         self._source = source
         self._length = len(source)
 
     def __len__(self) -> int:
         return self._length
 
-    def __iter__(self) -> Iterator[int]:
+    def __iter__(self) -> Iterator[T]:
         return islice(self._source, self._length)
 
     @overload
-    def __getitem__(self, index: int) -> int: ...
+    def __getitem__(self, index: int) -> T: ...
     @overload
-    def __getitem__(self, index: slice) -> list[int]: ...
-    def __getitem__(self, index: int | slice) -> int | list[int]:
+    def __getitem__(self, index: slice) -> list[T]: ...
+    def __getitem__(self, index: int | slice) -> T | list[T]:
         places = range(self._length)[index]
         return [self._source[place] for place in places] if isinstance(places, range) else self._source[places]
 
     def __eq__(self, other: object) -> bool:
-        return list(self) == list(other) if isinstance(other, list | TokenIds) else NotImplemented
+        return list(self) == list(other) if isinstance(other, list | Beginning) else NotImplemented
 
     def __repr__(self) -> str:
         return repr(list(self))
+
+
+class TokenIds(Beginning[int]):
+    """Token ids of an answer that goes on."""
+
+    __slots__ = ()
+
+
+@dataclass(slots=True)
+class Logprob:
+    """How likely a token was, under the model's raw distribution."""
+
+    logprob: float
+    rank: int
+    """1 for the most likely token; equals of the token that came count as before it."""
+    decoded_token: str | None = None
+    """Its text, alone; None without detokenizing."""
+
+
+class TokenDetails(NamedTuple):
+    """What is known of the choice of one token, if its request asked for log-probabilities."""
+
+    logprob: float
+    rank: int
+    """Tokens that are as likely or more, this one included."""
+    top_token_ids: list[int]
+    """The most likely ones, as many as were asked for, in order."""
+    top_logprobs: list[float]
 
 
 @dataclass
@@ -53,9 +81,23 @@ class CompletionOutput:
     """"stop", "length" or "abort"; None while it is running."""
     stop_reason: int | str | None = None
     """The stop token id or stop string that ended it; None for the end-of-sequence token."""
+    logprobs: Sequence[dict[int, Logprob]] | None = None
+    """For each token, by token id: itself and the most likely ones. None unless the request asks for them."""
 
     def finished(self) -> bool:
         return self.finish_reason is not None
+
+
+@dataclass(slots=True)
+class RequestTimes:
+    """When what happened to a request, in seconds of `time.monotonic`; None: not yet."""
+
+    arrival_time: float
+    """The caller came; its prompt is not tokenized yet."""
+    first_scheduled_time: float | None = None
+    first_token_time: float | None = None
+    last_token_time: float | None = None
+    """The newest tokens of this output came."""
 
 
 @dataclass
@@ -69,6 +111,34 @@ class RequestOutput:
     finished: bool = False
     num_cached_tokens: int = 0
     """Tokens of the prompt whose K/V were in the cache already."""
+    prompt_logprobs: list[dict[int, Logprob] | None] | None = None
+    """Of the prompt's tokens, as `CompletionOutput.logprobs`; None for its first. With DELTA in the first output only."""
+    metrics: RequestTimes | None = None
+    """From `AsyncLLM` only."""
+
+
+@dataclass
+class BeamSearchSequence:
+    """One answer that a beam search found."""
+
+    tokens: list[int]
+    """The prompt's and its own."""
+    cum_logprob: float
+    """Sum of its own tokens' log-probabilities."""
+    score: float
+    """That sum by the power of the number of tokens that `length_penalty` is."""
+    text: str | None = None
+    """Of its own tokens."""
+    finish_reason: str | None = None
+    """"stop" or "length"."""
+
+
+@dataclass
+class BeamSearchOutput:
+    """What a beam search found for one prompt."""
+
+    sequences: list[BeamSearchSequence]
+    """Best first, `beam_width` at the most."""
 
 
 @dataclass(slots=True)
@@ -84,3 +154,7 @@ class TokenOutput:
     finish_reason: str | None = None
     stop_reason: int | str | None = None
     num_cached_tokens: int = 0
+    new_details: list[TokenDetails] | None = None
+    """Of the new tokens, if the request asks for log-probabilities."""
+    prompt_details: list[TokenDetails] | None = None
+    """Of the prompt's tokens but the first, with the first token of an answer whose request asks for them."""

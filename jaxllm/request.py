@@ -12,6 +12,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from jaxllm.outputs import TokenDetails
 from jaxllm.sampling_params import SamplingParams
 
 
@@ -46,6 +47,8 @@ class Request:
     """Seed of this request's random numbers: its parameters' or one the engine drew."""
     cache_salt: str | None = None
     """Only requests with the same salt share K/V."""
+    bad_word_ids: tuple[tuple[int, ...], ...] = ()
+    """Token ids of each spelling of its bad words."""
     parent: Request | None = None
     """The request this one is a fork of."""
     children: tuple[Request, ...] = ()
@@ -54,10 +57,14 @@ class Request:
     status: RequestStatus = RequestStatus.WAITING
     output_ids: list[int] = field(default_factory=list)
     output_logprobs: list[float] = field(default_factory=list)
+    prompt_details: list[TokenDetails] | None = None
+    """Log-probabilities of its prompt, as far as they were read; None if nobody asks, or they were told."""
     block_hashes: list[bytes] = field(default_factory=list)
     """Of its first blocks, as far as they were needed yet."""
     num_cached: int = 0
     """Tokens that were in the cache when it was admitted first."""
+    first_scheduled_time: float | None = None
+    """When it was admitted first, on the clock of `arrival_time`."""
     num_computed: int = 0
     num_known: int = field(init=False)
     """Tokens the host knows: prompt and read answer. (Stored, like the next, as every step asks every request.)"""
@@ -78,6 +85,8 @@ class Request:
     def __post_init__(self) -> None:
         stops = frozenset(self.params.stop_token_ids)
         self.stop_token_ids = stops if self.params.ignore_eos else stops | self.eos_token_ids
+        if self.params.prompt_logprobs is not None and self.parent is None:
+            self.prompt_details = []
         self.num_known = self.num_tokens = len(self.prompt_ids) + len(self.output_ids)
 
     @property
@@ -125,5 +134,5 @@ class Request:
     def _make_child(self, request_id: str, seed: int) -> Request:
         child = dataclasses.replace(self, request_id=request_id, seed=seed, parent=self, children=())
         child.status = RequestStatus.WAITING_FOR_FORK
-        child.output_ids, child.output_logprobs, child.block_hashes = [], [], []
+        child.output_ids, child.output_logprobs, child.block_hashes, child.prompt_details = [], [], [], None
         return child

@@ -1,4 +1,4 @@
-"""The three operations that choose a token from a row of logits: sum it up, find what may be chosen, draw.
+"""The operations that choose a token from a row of logits: sum it up, find what may be chosen, draw; name the best.
 
 Invariant: a row's results depend on its own logits and parameters alone, to the bit, whatever the other rows
 are and however many; and a row that asks for nothing costs next to nothing.
@@ -10,11 +10,13 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
+import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, UInt32
 
 from jaxllm.kernels import sampling_pallas as pallas
 from jaxllm.kernels import sampling_xla as xla
 from jaxllm.kernels.backend import Backend
+from jaxllm.kernels.choice import Choice
 
 
 class Summary(NamedTuple):
@@ -27,7 +29,7 @@ class Summary(NamedTuple):
     log_total: Float[Array, " rows"]
     """Logarithm of the sum of the exponentials."""
     parts: Any
-    """What the backend keeps for `find_threshold`."""
+    """What the backend keeps for `find_threshold` and `top_tokens`."""
 
 
 class Implementation(NamedTuple):
@@ -36,15 +38,17 @@ class Implementation(NamedTuple):
     summarize: Callable[..., tuple]
     find_threshold: Callable[..., Array]
     draw: Callable[..., Array]
+    top_tokens: Callable[..., tuple]
 
 
 IMPLEMENTATIONS: dict[Backend, Implementation] = {
-    "xla": Implementation(xla.summarize, xla.find_threshold, xla.draw),
-    "pallas": Implementation(pallas.summarize, pallas.find_threshold, pallas.draw),
+    "xla": Implementation(xla.summarize, xla.find_threshold, xla.draw, xla.top_tokens),
+    "pallas": Implementation(pallas.summarize, pallas.find_threshold, pallas.draw, pallas.top_tokens),
     "pallas_interpret": Implementation(
         partial(pallas.summarize, interpret=True),
         partial(pallas.find_threshold, interpret=True),
         partial(pallas.draw, interpret=True),
+        partial(pallas.top_tokens, interpret=True),
     ),
 }
 
@@ -68,10 +72,11 @@ def find_threshold(
     inverse_temperature: Float[Array, " rows"],
     top_k: Int[Array, " rows"],
     top_p: Float[Array, " rows"],
+    min_p: Float[Array, " rows"] | None = None,
     *,
     backend: Backend = "xla",
 ) -> Float[Array, " rows"]:
-    """The smallest logit that top_k, and then top_p among what top_k keeps, let pass; equal logits pass together.
+    """The smallest logit that min_p, top_k, and then top_p among what these keep, let pass; equal logits pass together.
 
     Args:
         logits: in any type.
@@ -79,14 +84,21 @@ def find_threshold(
         inverse_temperature: what logits are multiplied by before their exponentials are top_p's masses.
         top_k: tokens to keep; 0 is all.
         top_p: share of the mass to keep; 1 is all.
+        min_p: share of the most likely token's mass that a token has to have; 0 (the default) is none.
         backend: "xla" runs on any device, "pallas" on GPUs.
 
     Returns:
-        -inf where neither is asked for. The search is exact; masses are float32 sums in a fixed order. Where
-        rounding puts top_p's target out of reach, all that top_k keeps pass.
+        -inf where nothing is asked for. The search is exact; masses are float32 sums in a fixed order. Where
+        rounding puts top_p's target out of reach, all that the others keep pass.
     """
     implementation = IMPLEMENTATIONS[backend]
-    return implementation.find_threshold(logits, summary.peak, summary.parts, inverse_temperature, top_k, top_p)
+    vocab = logits.shape[1]
+    least = jnp.full_like(summary.peak, -jnp.inf)
+    if min_p is not None:
+        # The logarithm of 0 is what it has to be.
+        least = summary.peak + jnp.log(min_p) / inverse_temperature
+    choice = Choice(jnp.minimum(top_k, vocab), top_p, least)
+    return implementation.find_threshold(logits, summary.peak, summary.parts, inverse_temperature, choice)
 
 
 def draw(
@@ -112,3 +124,17 @@ def draw(
     """
     implementation = IMPLEMENTATIONS[backend]
     return implementation.draw(logits, peak, inverse_temperature, threshold, keys, positions)
+
+
+def top_tokens(
+    logits: Float[Array, "rows vocab"], summary: Summary, count: int, *, backend: Backend = "xla"
+) -> tuple[Float[Array, "rows count"], Int[Array, "rows count"]]:
+    """The largest logits of each row as float32, in order, and their tokens; of equals the first token comes first.
+
+    Args:
+        logits: in any type.
+        summary: of these logits.
+        count: at most the vocabulary's size.
+        backend: "xla" runs on any device, "pallas" on GPUs.
+    """
+    return IMPLEMENTATIONS[backend].top_tokens(logits, summary.parts, count)

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, UInt32
 
+from jaxllm.kernels.choice import Choice
 from jaxllm.kernels.gumbel import gumbel
 from jaxllm.kernels.ordered_bits import order_bits, unorder_bits
 
@@ -18,14 +19,14 @@ def summarize(logits, inverse_temperature):
     return peak, jnp.argmax(logits, axis=-1).astype(jnp.int32), jax.nn.logsumexp(logits, axis=-1), ()
 
 
-def find_threshold(logits, peak, parts, inverse_temperature, top_k, top_p):
+def find_threshold(logits, peak, parts, inverse_temperature, choice: Choice):
     """See `sampling.find_threshold`."""
     del parts
     logits = logits.astype(jnp.float32)
     return jax.lax.cond(
-        jnp.any((top_k > 0) | (top_p < 1)),
-        lambda: _find_threshold(logits, _scale(logits, peak, inverse_temperature), top_k, top_p),
-        lambda: jnp.full_like(peak, -jnp.inf),
+        jnp.any((choice.top_k > 0) | (choice.top_p < 1)),
+        lambda: _find_threshold(logits, _scale(logits, peak, inverse_temperature), choice),
+        lambda: choice.least,
     )
 
 
@@ -38,21 +39,26 @@ def draw(logits, peak, inverse_temperature, threshold, keys, positions):
     return jnp.argmax(kept, axis=-1).astype(jnp.int32)
 
 
+def top_tokens(logits, parts, count):
+    """See `sampling.top_tokens`."""
+    del parts
+    return tuple(jax.lax.top_k(logits.astype(jnp.float32), count))
+
+
 def _scale(logits, peak, inverse_temperature):
     """Relative to the largest, so that a tiny temperature cannot overflow it."""
     return (logits - peak[:, None]) * inverse_temperature[:, None]
 
 
-def _find_threshold(logits, scaled, top_k, top_p):
-    asked = (top_k > 0) | (top_p < 1)
+def _find_threshold(logits, scaled, choice: Choice):
     vocab = logits.shape[1]
-    wanted = jnp.where(top_k > 0, jnp.minimum(top_k, vocab), vocab).astype(jnp.float32)
+    wanted = jnp.where(choice.top_k > 0, choice.top_k, vocab).astype(jnp.float32)
     lowest = largest_with_mass(logits, jnp.ones_like(logits), wanted)
+    lowest = jnp.maximum(jnp.where(choice.top_k > 0, lowest, -jnp.inf), choice.least)
     weights = jnp.where(logits >= lowest[:, None], jnp.exp(scaled), 0)
     # If rounding puts the target out of reach, the search ends at the smallest value.
-    nucleus = largest_with_mass(logits, weights, top_p * weights.sum(axis=-1))
-    threshold = jnp.where(top_p < 1, jnp.maximum(lowest, nucleus), lowest)
-    return jnp.where(asked, threshold, -jnp.inf)
+    nucleus = largest_with_mass(logits, weights, choice.top_p * weights.sum(axis=-1))
+    return jnp.where(choice.top_p < 1, jnp.maximum(lowest, nucleus), lowest)
 
 
 def largest_with_mass(

@@ -16,7 +16,6 @@ import json
 import math
 import os
 import sys
-import warnings
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -114,15 +113,16 @@ def make_problem(kernel: Kernel, extent: Extent, settings: KernelSettings) -> Pr
     unused = np.random.default_rng(0).integers(0, settings.block_size, extent.rows)
     contexts = np.maximum(extent.context - unused, 1).astype(np.int32)
     inputs = make_inputs(settings, contexts, contexts if kernel == "chunks" else np.ones_like(contexts), seed=0)
-    wide = (array.astype(jnp.float32) for array in inputs[:3])
+    q, k_cache, v_cache, *rows = inputs
+    wide = [array.astype(jnp.float32) for array in (q, k_cache, v_cache)]
     with jax.default_matmul_precision("highest"):
-        expected = ragged_paged_attention(*wide, *inputs[3:], scale=settings.head_dim**-0.5)
-    num_sets = min(-(-READ_BYTES // (2 * inputs.k_cache.nbytes)), CALLS[kernel])
-    others = [(jnp.copy(inputs.k_cache), jnp.copy(inputs.v_cache)) for _ in range(num_sets - 1)]
-    return Problem(kernel, extent, inputs.q, [inputs[1:3], *others], inputs[3:], expected)
+        expected = ragged_paged_attention(*wide, *rows, scale=settings.head_dim**-0.5)
+    num_sets = min(-(-READ_BYTES // (2 * k_cache.nbytes)), CALLS[kernel])
+    others = [(jnp.copy(k_cache), jnp.copy(v_cache)) for _ in range(num_sets - 1)]
+    return Problem(kernel, extent, q, [(k_cache, v_cache), *others], tuple(rows), expected)
 
 
-def compile_way(problem: Problem, launch: Launch, num_calls: int) -> jax.stages.Lowered:
+def lower_calls(problem: Problem, launch: Launch, num_calls: int) -> jax.stages.Lowered:
     """A program of many calls, each on the result of the one before it, that returns the first and the last result."""
     module, k_cache = MODULES[problem.kernel], problem.caches[0][0]
     num_tokens, num_heads, head_dim = problem.q.shape
@@ -182,7 +182,7 @@ def try_all(
     for extent in extents:
         problem = make_problem(kernel, extent, settings)
         with ThreadPoolExecutor(os.cpu_count()) as pool:
-            programs = list(pool.map(finish, (compile_way(problem, way.launch, num_calls) for way in ways)))
+            programs = list(pool.map(finish, (lower_calls(problem, way.launch, num_calls) for way in ways)))
         measured = []
         for way, program in zip(ways, programs, strict=True):
             seconds = measure(problem, program, MOST_ERROR[settings.dtype], num_calls)
@@ -291,6 +291,4 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    # Pallas's lowering to Triton announces its end at every kernel.
-    warnings.filterwarnings("ignore", category=DeprecationWarning, module="jax")
     main()

@@ -22,10 +22,12 @@ from jaxllm.kernels.add_rms_norm import add_rms_norm
 from jaxllm.kernels.launches import Launch
 from jaxllm.kernels.ragged_paged_attention import ragged_paged_attention
 from jaxllm.kernels.rotate_and_write import HeadNorm, rotate_and_write
-from jaxllm.kernels.sampling import draw, find_threshold, summarize
+from jaxllm.kernels.sampling import draw, find_threshold, summarize, top_tokens
 
 NUM_BLOCKS, CONTEXT = 64, 4096
 HEAD_DIMS, PAGES = (64, 80, 96, 128, 256), (16, 32, 64, 128)
+DECODES, CHUNKS = ((4, 4), (64, 64)), (512, 8)
+"""Tokens and rows."""
 
 type Array = Callable[..., jax.ShapeDtypeStruct]
 """Of a shape and a dtype."""
@@ -112,34 +114,35 @@ class Sampling(NamedTuple):
     dtype: Any
 
     def lower(self, array: Array) -> jax.stages.Lowered:
-        def choose(logits, scale, top_k, top_p, keys, positions):
+        def choose(logits, scale, top_k, top_p, min_p, keys, positions):
             summary = summarize(logits, scale, backend="pallas")
-            threshold = find_threshold(logits, summary, scale, top_k, top_p, backend="pallas")
-            return draw(logits, summary.peak, scale, threshold, keys, positions, backend="pallas"), summary.log_total
+            threshold = find_threshold(logits, summary, scale, top_k, top_p, min_p, backend="pallas")
+            drawn = draw(logits, summary.peak, scale, threshold, keys, positions, backend="pallas")
+            return drawn, top_tokens(logits, summary, 20, backend="pallas")
 
         row, integer = array((self.rows,)), array((self.rows,), jnp.int32)
         keys = array((self.rows, 2), jnp.uint32)
-        return jax.jit(choose).lower(array((self.rows, self.vocab), self.dtype), row, integer, row, keys, integer)
+        return jax.jit(choose).lower(array((self.rows, self.vocab), self.dtype), row, integer, row, row, keys, integer)
 
 
 def _attention_cases():
-    """Every group, with head sizes and pages in turn; decoding by splits and by spans, and chunks."""
-    for group in range(1, 17):
-        head_dim, page = HEAD_DIMS[group % len(HEAD_DIMS)], PAGES[group % len(PAGES)]
-        about = f"group {group}, head_dim {head_dim}, page {page}"
-        kind, tokens = ("splits", 4) if group % 2 == 0 else ("spans", 64)
-        yield f"decode by {kind}, {about}", Attention(tokens, tokens, group, head_dim, page)
-        if group % 2 or group == 16:
-            yield f"chunks, {about}", Attention(512, 8, group, head_dim, page)
-    every = {"window": 1000, "soft_cap": 50.0}
-    for kind, tokens, rows in (("decode", 64, 64), ("chunks", 512, 8)):
+    """Groups with head sizes and pages in turn, then the options and types."""
+    for kind, groups in (("decode", (1, 2, 3, 4, 6, 7, 9, 12, 15, 16)), ("chunks", (1, 3, 5, 7, 9, 16))):
+        for index, group in enumerate(groups):
+            head_dim, page = HEAD_DIMS[index % len(HEAD_DIMS)], PAGES[index % len(PAGES)]
+            tokens, rows = CHUNKS if kind == "chunks" else DECODES[index % len(DECODES)]
+            yield (
+                f"{kind}, group {group}, head_dim {head_dim}, page {page}",
+                Attention(tokens, rows, group, head_dim, page),
+            )
+    for kind, (tokens, rows) in (("decode", DECODES[-1]), ("chunks", CHUNKS)):
         yield f"{kind}, window", Attention(tokens, rows, options={"window": 1000})
         yield f"{kind}, soft cap", Attention(tokens, rows, options={"soft_cap": 50.0})
         yield f"{kind}, sinks", Attention(tokens, rows, 7, 64, sinks=True)
+        every = {"window": 1000, "soft_cap": 50.0}
         yield f"{kind}, every option", Attention(tokens, rows, 3, 80, 32, options=every, sinks=True)
-        yield f"{kind}, float32", Attention(tokens, rows, 3, 64, dtype=jnp.float32)
-        yield f"{kind}, float32, head_dim 256", Attention(tokens, rows, 4, 256, dtype=jnp.float32)
-        yield f"{kind}, float16", Attention(tokens, rows, dtype=jnp.float16)
+        for head_dim in (128, 256):
+            yield f"{kind}, float32, head_dim {head_dim}", Attention(tokens, rows, head_dim=head_dim, dtype=jnp.float32)
 
 
 TOO_LARGE = "more shared memory than there is"

@@ -42,8 +42,13 @@ CONFIG = EngineConfig(
     num_gpu_blocks_override=20480,
     compilation_cache=False,
 )
-STEPS = {"decode-1": 32, "decode-64": 32, "mixed-8192": 2}
-"""Buckets, and how many layers of the model are compiled."""
+STEPS = {
+    "decode-1": ("decode-1", 32, {}),
+    "decode-64": ("decode-64", 32, {}),
+    "decode-64, 8 steps": ("decode-64", 4, {"num_scheduler_steps": 8}),
+    "mixed-8192": ("mixed-8192", 4, {}),
+}
+"""Buckets, how many layers of the model are compiled, and what else differs from CONFIG."""
 
 
 class Dumps:
@@ -74,9 +79,10 @@ def describe_steps(mesh, dumps: Dumps) -> dict[str, dict[str, object]]:
     """The facts of each of STEPS, by bucket."""
     model_runner.check_room = lambda *_: None  # nothing will be allocated
     described = {}
-    for name, num_layers in STEPS.items():
-        runner = ModelRunner(CONFIG, dataclasses.replace(MODEL, num_layers=num_layers), mesh)
-        (bucket,) = (bucket for bucket in runner.ladder.all if bucket.name == name)
+    for name, (bucket_name, num_layers, changes) in STEPS.items():
+        config, model = dataclasses.replace(CONFIG, **changes), dataclasses.replace(MODEL, num_layers=num_layers)
+        runner = ModelRunner(config, model, mesh)
+        (bucket,) = (bucket for bucket in runner.ladder.all if bucket.name == bucket_name)
         with h200.lowering_for(mesh):
             compiled = runner.executables.make(bucket)
         _, cache, state = runner._held_bytes(runner.size)

@@ -20,12 +20,12 @@ TARGET = Path(__file__).with_name("data") / "h200_target.txtpb"
 """What XLA knows of the GPU, as it writes it itself with --xla_dump_to."""
 
 
-def make_mesh(axis: str) -> Mesh:
-    """One H200 that programs can be compiled for and nothing can be put on. To be called before JAX has devices."""
+def make_mesh(axis: str, size: int = 1) -> Mesh:
+    """H200s that programs can be compiled for and nothing can be put on. To be called before JAX has devices."""
     os.environ |= {"JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1", "JAX_PLATFORMS": "cpu,cuda"}
     jax.config.update("jax_platforms", "cpu,cuda")
-    topology = topologies.get_topology_desc("", "cuda", target_config=TARGET.read_text(), topology="1x1x1")
-    return Mesh(np.array(topology.devices[:1]), (axis,))
+    topology = topologies.get_topology_desc("", "cuda", target_config=TARGET.read_text(), topology=f"1x1x{size}")
+    return Mesh(np.array(topology.devices[:size]), (axis,))
 
 
 def lowering_for(mesh: Mesh):

@@ -30,14 +30,14 @@ LAYER_OF = {part: level for level, parts in enumerate(LAYERS) for part in parts}
 IMPORTERS_OF_SCHEDULING = {"scheduling", "engine", "debug"}
 IMPORTERS_OF_RUNNER = {"runner", "engine"}
 SHARED_WITH_THE_RUNNER = "jaxllm.scheduling.plan"
-TIMED_ALONE = ("jaxllm.runner.sampler", "jaxllm.runner.device_state")
+TIMED_ALONE = ("jaxllm.runner.sampler", "jaxllm.runner.device_state", "jaxllm.runner.logit_changes")
 """The parts of the runner that a benchmark calls by themselves."""
 
 WITHOUT_JAX = PLAIN_VALUES | {"scheduling"}
 JAX = {"jax", "jaxlib", "flax", "optax", "orbax", "jaxtyping", "numpy"}
 KERNELS_MAY_IMPORT = {"jax", "jaxlib", "jaxtyping", "numpy", "triton", "jax_triton"} | sys.stdlib_module_names
 
-OPTIONAL_DEPENDENCIES = {"triton", "jax_triton", "starlette", "uvicorn", "pydantic", "transformers"}
+OPTIONAL_DEPENDENCIES = {"triton", "jax_triton", "starlette", "uvicorn", "pydantic", "msgspec", "transformers"}
 """What pyproject.toml installs through extras: the only imports allowed inside functions."""
 
 MAX_FILE_LINES = 400

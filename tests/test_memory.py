@@ -12,10 +12,12 @@ import jaxllm
 from jaxllm.config import EngineConfig, ModelConfig
 from jaxllm.memory import (
     GIB,
+    DeviceMemory,
     MemoryBudget,
     calculate_kv_cache_blocks,
     choose_block_size,
     expected_waste,
+    imbalance_of,
     imbalance_percent,
     round_blocks,
     show_bytes,
@@ -144,6 +146,13 @@ def test_a_budget_sets_temporaries_aside_and_does_not_follow_their_every_byte():
 def test_imbalance():
     assert imbalance_percent([7]) == imbalance_percent([3, 3, 3]) == imbalance_percent([0, 0]) == 0
     assert imbalance_percent([100, 150, 50]) == pytest.approx(50)
+
+
+@pytest.mark.parametrize(("sizes", "warns"), [((100, 100), False), ((110, 90), False), ((112, 88), True)])
+def test_uneven_devices_are_reported(sizes, warns, caplog):
+    devices = [DeviceMemory(f"gpu:{index} H200", size, 0, 0, 0, None, None) for index, size in enumerate(sizes)]
+    assert imbalance_of(devices) == pytest.approx(sizes[0] - 100)
+    assert ("gpu:0 H200 holds 112 B, 12 % more than devices do on average" in caplog.text) is warns
 
 
 def test_sizes_in_words():

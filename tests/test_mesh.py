@@ -14,7 +14,7 @@ from jax.sharding import Mesh, PartitionSpec
 from jaxllm.config import EngineConfig, ModelConfig
 from jaxllm.models.layers import Setting
 from jaxllm.models.parameters import define_model
-from jaxllm.parallel.mesh import MEMORY_FRACTIONS, TENSOR_AXIS, check_divides, make_mesh, prepare_devices
+from jaxllm.parallel.mesh import MEMORY_FRACTIONS, TENSOR_AXIS, make_mesh, prepare_devices
 from jaxllm.parallel.sharding import named_sharding, partition_spec, replicated
 
 MODEL = ModelConfig(
@@ -60,21 +60,6 @@ def test_a_mesh_begins_at_the_named_device(device, size, first):
 def test_devices_that_are_not_there(device, size, message):
     with pytest.raises(ValueError, match=message):
         mesh_of(device, size)
-
-
-@pytest.mark.parametrize("size", [1, 2, 3, 6])
-def test_sizes_that_divide_the_model(size):
-    check_divides(MODEL, size)
-
-
-@pytest.mark.parametrize("size", [4, 5, 12])
-def test_a_size_that_does_not_divide_names_those_that_do(size):
-    message = (
-        rf"tensor_parallel_size={size} does not divide this model \(6 K/V heads, 48 intermediate_size, 60 vocab\): "
-        "use 1 or 2 or 3 or 6"
-    )
-    with pytest.raises(ValueError, match=message):
-        check_divides(MODEL, size)
 
 
 def define(size):

@@ -10,7 +10,7 @@ from toy_tokenizers import byte_fallback, byte_level, get_id
 
 from jaxllm.engine.output_processor import OutputProcessor, StoppedRequest
 from jaxllm.engine.tokenizer import Tokenizer
-from jaxllm.outputs import CompletionOutput, RequestOutput, TokenIds, TokenOutput
+from jaxllm.outputs import CompletionOutput, Logprob, RequestOutput, TokenDetails, TokenIds, TokenOutput
 from jaxllm.request import FinishReason
 from jaxllm.sampling_params import RequestOutputKind, SamplingParams
 
@@ -274,3 +274,58 @@ def test_every_kind_of_output_ends_with_the_same_answer(steps: list[list[int]], 
     assert [token_id for answer in delta for token_id in answer.token_ids] == final[0].token_ids
     assert delta[-1].finish_reason == final[0].finish_reason
     assert len(delta) == len(cumulative)
+
+
+@pytest.mark.parametrize(("token", "shown"), [(END, "hi</s>"), (ord("!"), "hi!")])
+def test_the_text_of_stop_tokens_can_be_kept(token: int, shown: str) -> None:
+    kept = make(include_stop_str_in_output=True, skip_special_tokens=False)
+    *_, last = run(kept, step(b"hi"), step([token], "stop", token))
+    assert last.text == shown
+    *_, skipped = run(make(include_stop_str_in_output=True), step(b"hi"), step([token], "stop", token))
+    assert skipped.text == ("hi" if token == END else shown), "special tokens are skipped all the same"
+
+
+def test_stop_strings_can_be_kept() -> None:
+    processor = make(stop=["END"], include_stop_str_in_output=True)
+    outputs, stopped = processor.process([step(b"a EN"), step(b"D of")])
+    assert [output.outputs[0].text for output in outputs] == ["a ", "a END"]
+    assert outputs[-1].outputs[0].token_ids == [*b"a END"] and stopped == [StoppedRequest("r", "END")]
+
+
+def detailed(ids: Sequence[int], finish: str | None = None, top: Sequence[int] = (), prompt: Sequence[int] = ()):
+    """A step with details, in which every token has the logprob -1, rank 2, and `top` as the most likely ones."""
+    output = step(ids, finish)
+    one = TokenDetails(-1.0, 2, list(top), [-0.1 * (1 + index) for index in range(len(top))])
+    output.new_details = [one] * len(ids)
+    output.prompt_details = [one] * len(prompt) or None
+    return output
+
+
+def test_logprobs_have_the_token_first_and_each_token_once() -> None:
+    (last,) = run(make(logprobs=2), detailed(b"a", "length", top=[ord("b"), ord("a")]))
+    assert last.logprobs == [{ord("a"): Logprob(-1.0, 2, "a"), ord("b"): Logprob(-0.1, 1, "b")}]
+    (special,) = run(make(logprobs=0), detailed([END], "stop"))
+    assert special.logprobs == [{END: Logprob(-1.0, 2, "</s>")}]
+
+
+def test_there_are_logprobs_of_the_tokens_of_the_answer_and_no_others() -> None:
+    processor = make(logprobs=0, stop=["b"], output_kind=RequestOutputKind.DELTA)
+    first, last = run(processor, detailed(b"xa"), detailed(b"yzbcd"))
+    assert [list(one) for one in first.logprobs or ()] == [[ord("x")], [ord("a")]]
+    assert [list(one) for one in last.logprobs or ()] == [[ord("y")], [ord("z")], [ord("b")]]
+
+
+def test_a_snapshot_of_logprobs_does_not_grow() -> None:
+    first, last = run(make(logprobs=0), detailed(b"a"), detailed(b"b", "length"))
+    assert len(first.logprobs or ()) == 1 and len(last.logprobs or ()) == 2
+
+
+@pytest.mark.parametrize("kind", RequestOutputKind)
+def test_prompt_logprobs_come_with_the_first_output_or_with_all(kind: RequestOutputKind) -> None:
+    processor = make(prompt_logprobs=1, output_kind=kind)
+    steps = detailed(b"a", None, [7], prompt=[2]), step(b"b", "length")
+    outputs = [output for one in steps for output in processor.process([one])[0]]
+    expected = [None, {2: Logprob(-1.0, 2, "\x02"), 7: Logprob(-0.1, 1, "\x07")}]
+    told = [output.prompt_logprobs for output in outputs]
+    assert told == {"CUMULATIVE": [expected] * 2, "DELTA": [expected, None], "FINAL_ONLY": [expected]}[kind.name]
+    assert all(output.outputs[0].logprobs is None for output in outputs)

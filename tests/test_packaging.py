@@ -13,7 +13,10 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 LINKED = ("kernels", "serving")
-OPTIONAL_DEPENDENCIES = {"triton", "jax_triton", "starlette", "uvicorn", "pydantic", "transformers"}
+OPTIONAL_DEPENDENCIES = {
+    *("triton", "jax_triton", "transformers", "aiohttp", "matplotlib"),
+    *("starlette", "uvicorn", "pydantic", "pydantic_core", "prometheus_client", "msgspec"),
+}
 
 
 @pytest.fixture(scope="module")

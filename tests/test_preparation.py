@@ -1,4 +1,4 @@
-"""Block copies and the tokens a request with a penalty has seen, on one device and spread over two."""
+"""Block copies, and the history and the tables of a seat, on one device and spread over two."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from jax.sharding import Mesh
 from jaxllm.models.attention import LayerCache
 from jaxllm.parallel.mesh import TENSOR_AXIS
 from jaxllm.parallel.sharding import KV_CACHE_AXES, named_sharding
-from jaxllm.runner.device_state import state_specs
+from jaxllm.runner.device_state import ANY_TOKEN, EXCLUDED, IN_PROMPT, NO_TOKEN, ONCE, Tables, state_specs
 from jaxllm.runner.kv_cache import allocate
-from jaxllm.runner.preparation import COPIES_PER_CALL, TOKENS_PER_CALL, Preparation
+from jaxllm.runner.preparation import COPIES_PER_CALL, Preparation
 from jaxllm.scheduling.plan import BlockCopy, PlanRow, StepPlan
 
 SHAPE = (60, 4, 2, 8)
@@ -41,8 +41,8 @@ def make_preparation(mesh: Mesh):
     return Preparation(*specs), cache, allocate(specs[1])
 
 
-def make_row(seat: int, prompt, start: int, penalty: float = 1.5, admitted: bool = True) -> PlanRow:
-    request = prompt_request(str(seat), prompt, 5, repetition_penalty=penalty)
+def make_row(seat: int, prompt, start: int, admitted: bool = True, **params) -> PlanRow:
+    request = prompt_request(str(seat), prompt, 5, **params)
     return PlanRow(request, seat, start, 1, len(prompt), 0, (1,), admitted, samples=False)
 
 
@@ -71,38 +71,70 @@ def test_the_temporaries_of_a_copy_are_a_few_blocks(mesh):
     assert analysis.alias_size_in_bytes >= sum(pages.nbytes for pages in jax.tree.leaves(cache)) // mesh.size
 
 
-@pytest.mark.parametrize("length", [1, 7, 2 * TOKENS_PER_CALL + 300])
-def test_a_seat_has_seen_what_was_cached_of_its_request_and_nothing_else(mesh, length):
+def make_words(allowed, prompt, answer):
+    """A seat's history, token by token."""
+    words = np.full(VOCAB, EXCLUDED if allowed else 0, np.uint16)
+    words[allowed] = 0
+    for token in prompt:
+        words[token] |= IN_PROMPT
+    for token in answer:
+        words[token] += ONCE
+    return words
+
+
+@pytest.mark.parametrize("allowed", [[], [5, 17, VOCAB - 1]])
+@pytest.mark.parametrize("start", [0, 7], ids=["nothing cached", "a part cached"])
+def test_a_seat_gets_the_history_of_its_request_and_no_other_seat_does(mesh, start, allowed):
     preparation, cache, state = make_preparation(mesh)
-    before = np.random.default_rng(1).random((SEATS + 1, VOCAB)) < 0.5
-    state = state._replace(seen=jax.device_put(before, state.seen.sharding))
-    prompt = [*np.random.default_rng(2).integers(0, VOCAB, length).tolist(), *[VOCAB - 1] * 2]
-    prompt = [token % (VOCAB - 1) for token in prompt[:length]] + prompt[length:]
-    _, state = preparation.run(StepPlan((make_row(1, prompt, start=length),)), cache, state)
+    before = np.random.default_rng(1).integers(0, 2**16, (SEATS + 1, VOCAB), np.uint16)
+    state = state._replace(history=jax.device_put(before, state.history.sharding))
+    prompt, answer = [3, 5, 5, VOCAB - 1, *range(100, 110)], [5, 17, 5, 9, 5]
+    row = make_row(1, prompt, start, presence_penalty=1.0, allowed_token_ids=allowed or None)
+    row.request.output_ids = answer
+    _, state = preparation.run(StepPlan((row,)), cache, state)
     expected = before.copy()
-    expected[1] = False
-    expected[1, prompt[:length]] = True
-    assert np.array_equal(state.seen, expected)
+    expected[1] = make_words(allowed, prompt, answer)
+    assert np.array_equal(state.history, expected)
+
+
+def test_a_seat_gets_the_tables_of_its_request(mesh):
+    preparation, cache, state = make_preparation(mesh)
+    row = make_row(2, [1, 2, 3], 0, logit_bias={7: 1.5, 8: -2}, bad_words=["some", "words"])
+    row.request.bad_word_ids = ((4,), (5, 6, 7))
+    row.request.output_ids = list(range(40))
+    _, state = preparation.run(StepPlan((row,)), cache, state)
+    tables = Tables(*(np.asarray(field) for field in state.tables))
+    assert tables.bias_ids[2, :3].tolist() == [7, 8, VOCAB] and tables.biases[2, :3].tolist() == [1.5, -2, 0]
+    assert tables.bad_words[2, 0].tolist() == [ANY_TOKEN] * 15 + [4]
+    assert tables.bad_words[2, 1].tolist() == [ANY_TOKEN] * 13 + [5, 6, 7]
+    assert (tables.bad_words[2, 2:, -1] == VOCAB).all()
+    assert tables.recent[2].tolist() == list(range(25, 40))
+    row.request.output_ids = [1, 2]
+    _, state = preparation.run(StepPlan((row,)), cache, state)
+    assert state.tables.recent[2].tolist() == [NO_TOKEN] * 13 + [1, 2]
+    assert not any(np.asarray(field[1]).any() for field in state.tables), "another seat's"
 
 
 @pytest.mark.parametrize(
     "row",
     [
-        make_row(1, [1, 2, 3], start=0),
-        make_row(1, [1, 2, 3], start=2, penalty=1.0),
-        make_row(1, [1, 2, 3], start=2, admitted=False),
+        make_row(1, [1, 2, 3], start=2),
+        make_row(1, [1, 2, 3], start=2, logprobs=3),
+        make_row(1, [1, 2, 3], start=2, repetition_penalty=1.5, admitted=False),
     ],
-    ids=["nothing cached", "no penalty", "seated before"],
+    ids=["nothing asked", "only log-probabilities", "seated before"],
 )
 def test_a_step_that_needs_nothing_does_nothing(row):
     preparation, cache, state = make_preparation(Mesh(np.array(jax.devices()[:1]), (TENSOR_AXIS,)))
     assert preparation.run(StepPlan((row,)), cache, state) == (cache, state)
-    assert "_copy_blocks" not in vars(preparation) and "_set_seen" not in vars(preparation), "something was compiled"
+    compiled = {"_copy_blocks", "_set_history", "_set_tables"} & vars(preparation).keys()
+    assert not compiled, "something was compiled"
 
 
 def test_compiling_ahead_of_time_leaves_nothing_to_compile():
     preparation, cache, state = make_preparation(Mesh(np.array(jax.devices()[:1]), (TENSOR_AXIS,)))
     preparation.compile()
     compiled = dict(vars(preparation))
-    preparation.run(StepPlan((make_row(1, [1, 2, 3], start=2),), (BlockCopy(1, 2),)), cache, state)
+    row = make_row(1, [1, 2, 3], start=2, repetition_penalty=1.5, logit_bias={1: 1})
+    preparation.run(StepPlan((row,), (BlockCopy(1, 2),)), cache, state)
     assert vars(preparation) == compiled

@@ -9,9 +9,20 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxllm.runner.device_state import SamplingState
+from jaxllm.runner.device_state import (
+    ANY_TOKEN,
+    EXCLUDED,
+    IN_PROMPT,
+    NO_TOKEN,
+    ONCE,
+    Asks,
+    SamplingState,
+    Tables,
+)
+from jaxllm.runner.logit_changes import Rows
 from jaxllm.runner.sampler import sample
-from jaxllm.sampling_params import MAX_SUPPRESSED_TOKEN_IDS
+from jaxllm.runner.token_details import unpack_details
+from jaxllm.sampling_params import MAX_LOGPROBS, MAX_SUPPRESSED_TOKEN_IDS
 
 VOCAB = 8
 NUM_DRAWS = 4096
@@ -21,27 +32,31 @@ CHI_SQUARE = {0: 1e-9, 1: 10.8, 2: 13.8, 3: 16.3, 4: 18.5, 5: 20.5, 6: 22.5, 7: 
 """What a right sampler exceeds once in a thousand seeds, by degrees of freedom."""
 
 
-@partial(jax.jit, static_argnames="backend")
-def jitted(logits, sampling, seen, lengths, backend="xla"):
-    return sample(logits, sampling, seen, jnp.arange(len(logits)), lengths, backend=backend)
+@partial(jax.jit, static_argnames=("backend", "processors"))
+def jitted(logits, sampling, history, tables, lengths, backend="xla", processors=()):
+    rows = Rows(sampling, jnp.arange(len(logits)), lengths)
+    return sample(logits, rows, history, tables, backend=backend, processors=processors)
+
+
+DTYPES = {"key": np.uint32} | dict.fromkeys(("top_k", "min_len", "stop_ids", "asks"), np.int32)
 
 
 def make_sampling(num_rows, vocab=VOCAB, **fields):
     """Sampling state of these rows: 1 for every row where a field is one number; by default plain sampling."""
-    defaults = {
+    defaults = dict.fromkeys(SamplingState._fields, 0) | {
         "temperature": 1.0,
         "top_p": 1.0,
-        "top_k": 0,
         "repetition_penalty": 1.0,
         "key": [1, 2],
-        "min_len": 0,
         "stop_ids": vocab,
     }
+    penalties = ("repetition_penalty", "presence_penalty", "frequency_penalty")
+    if "asks" not in fields and any(name in fields for name in penalties):
+        fields["asks"] = Asks.PENALTIES.value
     widths = {"key": (2,), "stop_ids": (MAX_SUPPRESSED_TOKEN_IDS,)}
-    dtypes = {"key": np.uint32, "top_k": np.int32, "min_len": np.int32, "stop_ids": np.int32}
     arrays = {}
     for name, default in defaults.items():
-        value = np.asarray(fields.pop(name, default), dtypes.get(name, np.float32))
+        value = np.asarray(fields.pop(name, default), DTYPES.get(name, np.float32))
         if value.ndim == 1 and name not in widths:
             value = value.reshape(num_rows)
         arrays[name] = np.broadcast_to(value, (num_rows, *widths.get(name, ())))
@@ -49,12 +64,32 @@ def make_sampling(num_rows, vocab=VOCAB, **fields):
     return SamplingState(**arrays)
 
 
+def make_tables(num_rows, vocab=VOCAB, biases=(), words=(), recent=()):
+    """The same for every row: biases by token, bad words as lists of tokens, and the last tokens of the answer."""
+    bias_ids, amounts = np.full((num_rows, 16), vocab, np.int32), np.zeros((num_rows, 16), np.float32)
+    for index, (token, amount) in enumerate(dict(biases).items()):
+        bias_ids[:, index], amounts[:, index] = token, amount
+    bad_words = np.full((num_rows, 8, 4), ANY_TOKEN, np.int32)
+    bad_words[:, :, -1] = vocab
+    for index, word in enumerate(words):
+        bad_words[:, index, 4 - len(word) :] = word
+    latest = np.full((num_rows, 3), NO_TOKEN, np.int32)
+    if len(recent):
+        latest[:, 3 - len(recent[-3:]) :] = recent[-3:]
+    return Tables(bias_ids, amounts, bad_words, latest)
+
+
 def run(logits, lengths=0, seen=None, backend="xla", **fields):
-    """Tokens and log-probabilities, as NumPy arrays."""
+    """Tokens and log-probabilities, as NumPy arrays; `seen` are tokens of the prompt, `counts` those of the answer."""
     num_rows, vocab = logits.shape
-    seen = np.zeros((num_rows, vocab), bool) if seen is None else seen
+    history = np.zeros((num_rows, vocab), np.uint16) if seen is None else seen.astype(np.uint16) * IN_PROMPT
+    history = history + (np.asarray(fields.pop("counts", 0)) * ONCE).astype(np.uint16)
+    history = np.where(fields.pop("excluded", False), history | EXCLUDED, history).astype(np.uint16)
+    tables = fields.pop("tables", None) or make_tables(num_rows, vocab)
+    processors = fields.pop("processors", ())
     lengths = np.broadcast_to(np.asarray(lengths, np.int32), (num_rows,))
-    sampled = jitted(logits.astype(np.float32), make_sampling(num_rows, vocab, **fields), seen, lengths, backend)
+    sampling = make_sampling(num_rows, vocab, **fields)
+    sampled = jitted(logits.astype(np.float32), sampling, history, tables, lengths, backend, processors)
     return np.asarray(sampled.token_ids), np.asarray(sampled.logprobs)
 
 
@@ -153,7 +188,15 @@ def test_equal_logits_pass_together():
     check_distribution(draw(np.zeros(VOCAB), top_p=0.5), np.ones(VOCAB))
 
 
-FILTERS = [{}, {"top_k": 3}, {"top_p": 0.5}, {"top_p": 1 - 2**-24}, {"top_k": 3, "top_p": 0.9}, {"temperature": 0.0}]
+FILTERS = [
+    {},
+    {"min_p": 0.2},
+    {"top_k": 3},
+    {"top_p": 0.5},
+    {"top_p": 1 - 2**-24},
+    {"top_k": 3, "top_p": 0.9},
+    {"temperature": 0.0},
+]
 each_filter = pytest.mark.parametrize("fields", FILTERS, ids=str)
 
 
@@ -180,14 +223,18 @@ def test_rows_with_different_parameters_do_not_meet(fields):
         "temperature": rng.choice([0, 0.7, 1.5], num_rows),
         "top_k": rng.choice([0, 2, 7], num_rows),
         "top_p": rng.choice([1, 0.4, 0.9], num_rows),
+        "min_p": rng.choice([0, 0.05], num_rows),
         "repetition_penalty": rng.choice([1, 1.3], num_rows),
+        "frequency_penalty": rng.choice([0, 0.5], num_rows),
+        "asks": rng.choice([0, *Asks], num_rows),
         "min_len": rng.choice([0, 1000], num_rows),
         "stop_ids": rng.integers(0, 41, (num_rows, MAX_SUPPRESSED_TOKEN_IDS)),
         "key": rng.integers(0, 2**32, (num_rows, 2), np.uint32),
     }
     lengths = rng.integers(0, 100, num_rows)
     for row in range(0, num_rows, 3):
-        mine = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "repetition_penalty": 1.0, "min_len": 0} | fields
+        plain = {"temperature": 1.0, "top_p": 1.0, "repetition_penalty": 1.0}
+        mine = dict.fromkeys(("top_k", "min_p", "frequency_penalty", "asks", "min_len"), 0) | plain | fields
         for name, value in mine.items():
             neighbours[name][row] = value
     together, together_logprobs = run(logits, lengths, seen, **neighbours)
@@ -201,8 +248,9 @@ def test_rows_with_different_parameters_do_not_meet(fields):
 
 def test_rows_are_taken_by_their_seats():
     sampling = make_sampling(2, 4, temperature=0.0, repetition_penalty=0.5)
-    seen, seats = jnp.eye(3, 4, dtype=bool), jnp.array([2, 1])
-    sampled = jax.jit(sample)(jnp.ones((2, 4)), sampling, seen, seats, jnp.zeros(2, jnp.int32))
+    history = (np.eye(3, 4) * IN_PROMPT).astype(np.uint16)
+    rows = Rows(sampling, jnp.array([2, 1]), jnp.zeros(2, jnp.int32))
+    sampled = jax.jit(sample)(jnp.ones((2, 4)), rows, history, make_tables(3, 4))
     assert sampled.token_ids.tolist() == [2, 1], "a penalty below 1 makes the only seen token of the seat the best"
 
 
@@ -223,29 +271,6 @@ def test_both_halves_of_the_key_matter(other):
     assert np.mean(mine == others) == pytest.approx(1 / VOCAB, abs=0.02)
 
 
-def test_repetition_penalty_makes_seen_tokens_less_likely():
-    """Positive logits are divided by it and negative ones multiplied (arXiv:1909.05858)."""
-    rng = np.random.default_rng(3)
-    num_rows = NUM_DRAWS
-    logits = rng.standard_normal((num_rows, VOCAB)).astype(np.float32)
-    seen = rng.random((num_rows, VOCAB)) < 0.5
-    penalty = rng.choice([0.7, 1.0, 1.5, 4.0], num_rows).astype(np.float32)
-    changed = np.where(logits > 0, logits / penalty[:, None], logits * penalty[:, None])
-    adjusted = np.where(seen, changed, logits)
-    tokens, logprobs = run(logits, seen=seen, repetition_penalty=penalty, temperature=0.0)
-    assert np.array_equal(tokens, adjusted.argmax(axis=-1))
-    assert (tokens != logits.argmax(axis=-1)).mean() > 0.1
-    assert np.allclose(logprobs, exact_logprobs(logits, tokens), atol=1e-5)
-
-
-def test_repetition_penalty_changes_the_distribution_that_is_sampled():
-    logits = np.array([2.0, 1.0, -1.0, -0.5, 0.0, 1.5, 0.3, -2.0])
-    seen = np.array([True, False, True, False, True, True, False, False])
-    tokens = draw(logits, seen=np.tile(seen, (NUM_DRAWS, 1)), repetition_penalty=1.5)
-    penalised = np.where(seen, np.where(logits > 0, logits / 1.5, logits * 1.5), logits)
-    check_distribution(tokens, softmax(penalised))
-
-
 def test_stop_tokens_cannot_come_before_min_tokens():
     """Positions count the prompt: the token at position `min_len` is the first that may end the answer."""
     stops = np.full(MAX_SUPPRESSED_TOKEN_IDS, VOCAB)
@@ -256,6 +281,21 @@ def test_stop_tokens_cannot_come_before_min_tokens():
     check_distribution(tokens[half:], softmax(LOGITS))
     greedy = draw(stop_ids=stops, min_len=half, temperature=0.0)
     assert set(greedy[:half]) == {2} and set(greedy[half:]) == {0}
+
+
+@pytest.mark.parametrize(
+    ("min_p", "kept"), [(1.0, [0]), (0.7, [0]), (0.6, [0, 2]), (0.4, [0, 2, 3, 6]), (0.1, [0, 2, 3, 4, 5, 6, 7])]
+)
+def test_min_p_is_a_share_of_the_most_likely_tokens_probability(min_p, kept):
+    check_distribution(draw(min_p=min_p), among(kept))
+
+
+def test_min_p_comes_after_the_temperature_and_before_the_others():
+    check_distribution(draw(min_p=0.4, temperature=2.0), among([0, 2, 3, 4, 5, 6, 7], softmax(LOGITS, 2.0)))
+    check_distribution(draw(min_p=0.4, top_k=3), among([0, 2, 6]))
+    # Of what is left 0.3, 0.2, 0.15, 0.13: half is reached by the first two, of all tokens by three.
+    check_distribution(draw(min_p=0.4, top_p=0.6), among([0, 2]))
+    check_distribution(draw(top_p=0.6), among([0, 2, 6]))
 
 
 def test_suppressing_every_token_but_one_under_every_filter():
@@ -279,3 +319,25 @@ def test_logprobs_are_of_the_raw_distribution(fields):
     logits = np.random.default_rng(5).standard_normal((NUM_DRAWS, VOCAB)).astype(np.float32) * 10
     tokens, logprobs = run(logits, np.arange(NUM_DRAWS), seen=np.ones(logits.shape, bool), **fields)
     assert np.allclose(logprobs, exact_logprobs(logits, tokens), atol=1e-5)
+
+
+@pytest.mark.parametrize("backend", ["xla", "pallas_interpret"])
+def test_details_are_of_the_raw_distribution(backend):
+    rng = np.random.default_rng(7)
+    logits = np.round(rng.standard_normal((6, 300)) * 4).astype(np.float32)  # with ties
+    asks = (Asks.LOGPROBS | Asks.PENALTIES).value
+    rows = Rows(make_sampling(6, 300, asks=asks, repetition_penalty=3.0), jnp.arange(6), jnp.arange(6))
+    history = np.full((6, 300), IN_PROMPT, np.uint16)
+    found = jax.jit(partial(sample, backend=backend))(logits, rows, history, make_tables(6, 300))
+    token_ids = np.asarray(found.token_ids)
+    chosen = logits[np.arange(6), token_ids]
+    assert found.details.ranks.tolist() == (logits >= chosen[:, None]).sum(axis=1).tolist()
+    best = np.argsort(-logits, axis=1, kind="stable")[:, :MAX_LOGPROBS]
+    assert np.array_equal(found.details.token_ids, best)
+    tokens = best.reshape(-1)
+    repeated = np.repeat(logits, MAX_LOGPROBS, axis=0)
+    assert np.allclose(found.details.logprobs.reshape(-1), exact_logprobs(repeated, tokens), atol=1e-5)
+    unpacked = unpack_details(np.asarray(found.details.pack()), found.logprobs.tolist(), 3)
+    assert [one.top_token_ids for one in unpacked] == best[:, :3].tolist()
+    assert [one.rank for one in unpacked] == found.details.ranks.tolist()
+    assert np.allclose([one.top_logprobs for one in unpacked], found.details.logprobs[:, :3])

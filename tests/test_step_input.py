@@ -10,13 +10,15 @@ import numpy as np
 import pytest
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
+from test_sampler import make_tables
 
 from jaxllm.request import Request
 from jaxllm.runner.buckets import Bucket
-from jaxllm.runner.device_state import DeviceState, SamplingState
+from jaxllm.runner.device_state import ONCE, Asks, DeviceState, SamplingState
 from jaxllm.runner.sampler import Sample
 from jaxllm.runner.step import apply_changes, lay_out_tokens, place_tokens, remember
-from jaxllm.runner.step_input import LARGEST, SMALLEST, StepInput, StepLayout, most_admitted_blocks
+from jaxllm.runner.step_input import FLOAT_FIELDS, LARGEST, SMALLEST, StepInput, StepLayout, most_admitted_blocks
+from jaxllm.runner.token_details import no_details
 from jaxllm.sampling_params import MAX_SUPPRESSED_TOKEN_IDS, SamplingParams
 from jaxllm.scheduling.plan import PlanRow, StepPlan
 
@@ -25,6 +27,8 @@ NUM_BLOCKS = 1000
 TRASH = NUM_SEATS
 ADMITTED_BLOCKS = 25
 """Of rows that take their seats in a step: two and a half tables of the longest request."""
+FIRST_SAMPLED = 40
+"""Token that the first row samples; each other row samples the next one."""
 MAX_LEN = BLOCK_SIZE * MAX_BLOCKS
 LAYOUTS = {
     name: StepLayout(bucket, ADMITTED_BLOCKS, TRASH, VOCAB)
@@ -53,7 +57,12 @@ def random_request(rng, num_tokens, num_known):
         temperature=rng.choice([0, 1, 0.7, 1e-6, 123.456]),
         top_p=rng.choice([1, 0.9, 1e-9]),
         top_k=rng.choice([-1, 0, 1, 50, 10**12]),
+        min_p=rng.choice([0, 0.1]),
         repetition_penalty=rng.choice([1, 1.1, 0.5]),
+        presence_penalty=rng.choice([0, -2, 1.5]),
+        frequency_penalty=rng.choice([0, -0.1, 0.3]),
+        logit_bias=rng.choice([None, {3: 1.0}]),
+        logprobs=rng.choice([None, 0, 5]),
         min_tokens=rng.choice([0, 3, 10**12]),
         max_tokens=None,
         stop_token_ids=rng.sample([0, 5, 50, VOCAB - 1, VOCAB, 10**12], rng.randint(0, 6)),
@@ -160,7 +169,6 @@ def test_sampling_of_admitted_rows_survives_packing(layout, rng):
     admitted = [row for row in plan.rows if row.admitted]
     padding = [TRASH] * (len(step.admitted_seats) - len(admitted))
     assert step.admitted_seats.tolist() == [row.seat for row in admitted] + padding
-    assert step.fresh_seats.tolist() == [TRASH if row.start else row.seat for row in admitted] + padding
     for index, row in enumerate(admitted):
         check_sampling(row.request, SamplingState(*(field[index] for field in step.admitted)))
 
@@ -168,9 +176,10 @@ def test_sampling_of_admitted_rows_survives_packing(layout, rng):
 def check_sampling(request, state):
     """Every number as the sampler wants it; those too large for the device are as good as the largest."""
     params = request.params
-    for name in ("temperature", "top_p", "repetition_penalty"):
+    for name in FLOAT_FIELDS:
         assert getattr(state, name) == np.float32(getattr(params, name)), name
     assert min(state.top_k, VOCAB) == min(max(params.top_k, 0), VOCAB) and (state.top_k == 0) == (params.top_k <= 0)
+    assert state.asks == Asks.of(params)
     assert state.key.dtype == np.uint32
     assert int(state.key[0]) << 32 | int(state.key[1]) == request.seed % 2**64
     stops = sorted(stop for stop in request.stop_token_ids if stop < VOCAB) if params.min_tokens else []
@@ -224,14 +233,19 @@ def random_state(rng):
         temperature=numbers.random(seats, np.float32),
         top_p=numbers.random(seats, np.float32),
         top_k=numbers.integers(0, 9, seats, np.int32),
+        min_p=numbers.random(seats, np.float32),
         repetition_penalty=numbers.random(seats, np.float32),
+        presence_penalty=numbers.random(seats, np.float32),
+        frequency_penalty=numbers.random(seats, np.float32),
+        asks=numbers.integers(0, 16, seats, np.int32),
         key=numbers.integers(0, 2**32, (seats, 2), np.uint32),
         min_len=numbers.integers(0, 9, seats, np.int32),
         stop_ids=numbers.integers(0, VOCAB, (seats, MAX_SUPPRESSED_TOKEN_IDS), np.int32),
     )
     last_token = numbers.integers(0, VOCAB, seats, np.int32)
     block_table = numbers.integers(1, 1000, (seats, MAX_BLOCKS), np.int32)
-    return DeviceState(last_token, block_table, sampling, numbers.random((seats, VOCAB)) < 0.5)
+    history = numbers.integers(0, 1000, (seats, VOCAB), np.uint16)
+    return DeviceState(last_token, block_table, sampling, history, make_tables(seats, VOCAB))
 
 
 @jax.jit
@@ -248,7 +262,8 @@ def run_parts(rng, layout):
     """A random plan on a random state: the plan, the state before, and what the parts return."""
     plan, state = random_plan(rng, layout), random_state(rng)
     num_rows = layout.bucket.rows
-    sampled = Sample(np.arange(1000, 1000 + num_rows, dtype=np.int32), np.zeros(num_rows, np.float32))
+    token_ids = FIRST_SAMPLED + np.arange(num_rows, dtype=np.int32)
+    sampled = Sample(token_ids, np.zeros(num_rows, np.float32), no_details(num_rows))
     parts = all_parts(state, pack_and_unpack(layout, plan), sampled)
     return plan, state, jax.tree.map(np.asarray, parts)
 
@@ -266,11 +281,9 @@ def test_changes_reach_their_seats_and_no_other(layout, rng):
         old, new = (SamplingState(*(field[seat] for field in state.sampling)) for state in (before, after))
         if seat in admitted:
             check_sampling(admitted[seat].request, new)
-            seen = before.seen[seat] if admitted[seat].start else np.zeros(VOCAB, bool)
-            assert np.array_equal(after.seen[seat], seen), "what was cached of a request was marked before the step"
         else:
             assert all(map(np.array_equal, old, new))
-            assert np.array_equal(after.seen[seat], before.seen[seat])
+    assert np.array_equal(after.history, before.history)
     assert np.array_equal(after.last_token, before.last_token)
 
 
@@ -310,8 +323,12 @@ def test_every_token_has_its_slot_and_padding_none(layout, rng):
 @plans
 def test_seats_remember_what_their_rows_sampled(layout, rng):
     plan, before, (*_, after) = run_parts(rng, layout)
-    expected = before.last_token.copy()
+    expected, history, recent = before.last_token.copy(), before.history.copy(), before.tables.recent.copy()
     for index, row in enumerate(plan.rows):
         if row.samples:
-            expected[row.seat] = 1000 + index
+            expected[row.seat] = FIRST_SAMPLED + index
+            history[row.seat, FIRST_SAMPLED + index] += ONCE
+            recent[row.seat] = [*recent[row.seat][1:], FIRST_SAMPLED + index]
     assert np.array_equal(after.last_token, expected)
+    assert np.array_equal(after.history, history)
+    assert np.array_equal(after.tables.recent, recent)

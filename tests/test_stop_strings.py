@@ -91,3 +91,10 @@ def test_stop_string_completed_too_early_is_shown() -> None:
     assert matcher.append("ca") == "ac"
     assert matcher.append("b") == ""
     assert matcher.matched == "ab"
+
+
+def test_a_stop_string_can_be_kept():
+    for cut in range(8):
+        matcher = StopStringMatcher(["ENDS", "END"], keep=True)
+        text = "an END of it"
+        assert matcher.append(text[:cut]) + matcher.append(text[cut:]) == "an END" and matcher.matched == "END"

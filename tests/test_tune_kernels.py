@@ -37,7 +37,7 @@ def test_a_launch_is_found_and_written(kernel, tiles, tmp_path, capsys, monkeypa
 
 def test_wrong_results_are_refused():
     problem = tune_kernels.make_problem("chunks", Extent(1, 20), SETTINGS)
-    program = tune_kernels.compile_way(problem, CURRENT, 1).compile()
+    program = tune_kernels.lower_calls(problem, CURRENT, 1).compile()
     assert tune_kernels.measure(problem, program, 1e-4, 1) > 0
     for expected in (problem.expected + 1, jnp.full_like(problem.expected, jnp.nan)):
         assert "wrong" in tune_kernels.measure(problem._replace(expected=expected), program, 1e-4, 1)

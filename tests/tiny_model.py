@@ -17,7 +17,6 @@ from toy_tokenizers import byte_level
 from jaxllm.kernels.gumbel import gumbel
 from jaxllm.kernels.sampling import find_threshold, summarize
 from jaxllm.outputs import RequestOutput
-from jaxllm.runner.sampler import _penalize
 from jaxllm.sampling_params import SamplingParams
 
 HIDDEN, HEADS, KV_HEADS, HEAD_DIM, INTERMEDIATE, VOCAB, LAYERS, CONTEXT = 48, 9, 3, 16, 96, 270, 2, 160
@@ -140,18 +139,29 @@ def check_answer(oracle: Oracle, output: RequestOutput, params: SamplingParams, 
     return float(np.abs(exact - logprobs).max())
 
 
+def penalize(logits: np.ndarray, prompt: list[int], answer: list[int], params: SamplingParams) -> np.ndarray:
+    """Logits of each token of an answer, less the penalties on what came before it."""
+    logits = logits.astype(np.float64)
+    for position, row in enumerate(logits):
+        before = np.bincount(answer[:position], minlength=VOCAB)
+        came = before > 0
+        came[prompt] = True
+        penalty = params.repetition_penalty
+        row[came] = np.where(row[came] > 0, row[came] / penalty, row[came] * penalty)
+        row -= params.frequency_penalty * before + params.presence_penalty * (before > 0)
+    return logits
+
+
 def _perturb(logits: np.ndarray, prompt: list[int], answer: list[int], params: SamplingParams) -> np.ndarray:
     """What the argmax is taken of: penalised, filtered, with the noise of the request's seed."""
     rows = len(answer)
-    seen = np.zeros((rows, VOCAB), bool)
-    for position in range(rows):
-        seen[position, prompt + answer[:position]] = True
-    adjusted = _penalize(jnp.asarray(logits, jnp.float32), jnp.full(rows, params.repetition_penalty), jnp.asarray(seen))
+    adjusted = jnp.asarray(penalize(logits, prompt, answer, params), jnp.float32)
     if params.greedy:
         return np.asarray(adjusted)
     seed = params.seed or 0
     scale, top_k, top_p = (jnp.full(rows, number) for number in (1 / params.temperature, params.top_k, params.top_p))
-    threshold = find_threshold(adjusted, summarize(adjusted, scale), scale, top_k, top_p)
+    min_p = jnp.full(rows, params.min_p)
+    threshold = find_threshold(adjusted, summarize(adjusted, scale), scale, top_k, top_p, min_p)
     key = jnp.tile(jnp.asarray([seed >> 32, seed & 0xFFFFFFFF], jnp.uint32), (rows, 1))
     noise = gumbel(key, len(prompt) + jnp.arange(rows), VOCAB)
     return np.asarray(jnp.where(adjusted >= threshold[:, None], adjusted / params.temperature + noise, -jnp.inf))
@@ -162,5 +172,10 @@ def make_params(index: int, num_tokens: int) -> SamplingParams:
     params = SamplingParams(temperature=0, max_tokens=num_tokens, ignore_eos=True)
     if index % 2 == 0:
         return dataclasses.replace(params, repetition_penalty=1.3 if index % 4 else 1.0)
-    filters = [{}, {"top_k": 20}, {"top_p": 0.8}, {"top_k": 30, "top_p": 0.9, "repetition_penalty": 1.2}]
+    filters = [
+        {"min_p": 0.02},
+        {"top_k": 20, "presence_penalty": 0.5, "logprobs": 2},
+        {"top_p": 0.8},
+        {"top_k": 30, "top_p": 0.9, "repetition_penalty": 1.2, "frequency_penalty": 0.3},
+    ]
     return dataclasses.replace(params, temperature=0.8, seed=1000 + index, **filters[index // 2 % 4])

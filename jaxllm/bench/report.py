@@ -74,11 +74,12 @@ def describe_machine(devices: Iterable[Any]) -> dict[str, Any]:
         "driver": gpu_driver() if devices[0].platform == "gpu" else None,
         "cpu": cpu_model(),
         "jax": jax.__version__,
-        "jaxllm": _own_version(),
+        "jaxllm": own_version(),
     }
 
 
-def _own_version() -> str | None:
+def own_version() -> str | None:
+    """Of jaxllm."""
     try:
         return metadata.version("jaxllm")
     except metadata.PackageNotFoundError:  # a checkout that is not installed

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from jaxllm.outputs import CompletionOutput, RequestOutput
+from jaxllm.outputs import CompletionOutput, Logprob, RequestOutput
 from jaxllm.request import Request
 from jaxllm.sampling_params import RequestOutputKind
 
@@ -23,6 +23,8 @@ class _Group:
     unfinished: dict[str, int]
     """Indices of the answers that go on, by the ids of their requests."""
     num_cached_tokens: int = 0
+    prompt_logprobs: list[dict[int, Logprob] | None] | None = None
+    """Those of the first answer; with DELTA until they were told."""
 
 
 class AnswerGroups:
@@ -35,7 +37,8 @@ class AnswerGroups:
     def add(self, request: Request) -> None:
         """A request with children; its id is also that of its first answer's request."""
         ids = [request.request_id, *(child.request_id for child in request.children)]
-        answers = [CompletionOutput(index, "", [], 0.0) for index in range(len(ids))]
+        asks = request.params.logprobs is not None
+        answers = [CompletionOutput(index, "", [], 0.0, logprobs=[] if asks else None) for index in range(len(ids))]
         members = {member: index for index, member in enumerate(ids)}
         group = _Group(request.request_id, request.params.output_kind, answers, members)
         self._groups[group.request_id] = group
@@ -75,6 +78,7 @@ class AnswerGroups:
         group.answers[answer.index] = answer
         if answer.index == 0:
             group.num_cached_tokens = output.num_cached_tokens
+            group.prompt_logprobs = output.prompt_logprobs
         if output.finished:
             del group.unfinished[output.request_id], self._by_member[output.request_id]
         return answer
@@ -84,4 +88,7 @@ class AnswerGroups:
         if finished:
             del self._groups[group.request_id]
         cached = group.num_cached_tokens
-        return RequestOutput(group.request_id, output.prompt, output.prompt_token_ids, answers, finished, cached)
+        told = group.prompt_logprobs
+        if group.kind is RequestOutputKind.DELTA:
+            group.prompt_logprobs = None
+        return RequestOutput(group.request_id, output.prompt, output.prompt_token_ids, answers, finished, cached, told)

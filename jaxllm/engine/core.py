@@ -11,6 +11,7 @@ import logging
 import weakref
 from collections import deque
 
+from jaxllm.engine.logprobs import attach_details
 from jaxllm.engine.pacing import StepPacer
 from jaxllm.outputs import TokenOutput
 from jaxllm.request import FinishReason, Request
@@ -97,7 +98,10 @@ class EngineCore:
             self._pacer.note_read(pending.is_ready)
         output = pending.result()  # may be interrupted: the step is then still there
         self._in_flight.popleft()
-        return self.scheduler.update(plan, output)
+        token_outputs = self.scheduler.update(plan, output)
+        if output.details or output.prompts:
+            attach_details(plan, output, token_outputs)
+        return token_outputs
 
     def _check_alive(self) -> None:
         if self._end is not None:

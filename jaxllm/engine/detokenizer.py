@@ -68,6 +68,11 @@ class TextVocabulary:
             self._known[token_id] = found = self._look_up(token_id)
             return found
 
+    def name(self, token_id: int) -> str:
+        """The token's text alone, also if texts leave it out; "" for one that is not in the vocabulary."""
+        found = None if token_id in self._skipped_ids else self.get(token_id)
+        return self._tokenizer.decode([token_id], skip_special_tokens=False) if found is None else found.alone
+
     def decode(self, ids: list[int]) -> str:
         return self._tokenizer.decode(ids, skip_special_tokens=self._skip_special_tokens)
 

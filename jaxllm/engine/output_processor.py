@@ -1,7 +1,7 @@
 """From the engine core's token ids to what a caller reads: text, stop strings, outputs of the kind asked for.
 
-The invariants: text that was shown never changes, so that a caller can stream it; no part of a stop string or of an
-unfinished character is ever in it; the final text is the same for every kind of output; and after the end of a
+The invariants: text that was shown never changes, so that a caller can stream it; no part of a stop string (unless
+the request keeps them) or of an unfinished character is ever in it; the final text is the same for every kind of output; and after the end of a
 request (a stop string included, which the core does not see) nothing more comes for it, whatever steps still in
 flight bring. The work of a step does not grow with the answers, and text that nobody reads yet is not made.
 """
@@ -12,9 +12,10 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from jaxllm.engine.detokenizer import IncrementalDetokenizer, TextVocabulary
+from jaxllm.engine.logprobs import LogprobWriter
 from jaxllm.engine.stop_strings import StopStringMatcher
 from jaxllm.engine.tokenizer import Tokenizer
-from jaxllm.outputs import CompletionOutput, RequestOutput, TokenIds, TokenOutput
+from jaxllm.outputs import Beginning, CompletionOutput, Logprob, RequestOutput, TokenIds, TokenOutput
 from jaxllm.request import FinishReason
 from jaxllm.sampling_params import RequestOutputKind, SamplingParams
 
@@ -31,15 +32,19 @@ class OutputProcessor:
     """The answers of all unfinished requests, as text."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
-        self._vocabulary = TextVocabulary(tokenizer)
+        self._vocabularies = {skip: TextVocabulary(tokenizer, skip) for skip in (True, False)}
         self._answers: dict[str, _Answer] = {}
+
+    def __contains__(self, request_id: object) -> bool:
+        """Whether an unfinished request has this id."""
+        return request_id in self._answers
 
     def add(self, request_id: str, prompt: str | None, prompt_ids: Sequence[int], params: SamplingParams) -> None:
         """Register a request, before its first token can come."""
         if request_id in self._answers:
             raise ValueError(f"request_id={request_id!r} belongs to a request that is not finished: use another one")
-        detokenizer = IncrementalDetokenizer(self._vocabulary, prompt_ids) if params.detokenize else None
-        self._answers[request_id] = _Answer(request_id, prompt, list(prompt_ids), params, detokenizer)
+        vocabulary = self._vocabularies[params.skip_special_tokens] if params.detokenize else None
+        self._answers[request_id] = _Answer(request_id, prompt, list(prompt_ids), params, vocabulary)
 
     def process(self, token_outputs: Iterable[TokenOutput]) -> tuple[list[RequestOutput], list[StoppedRequest]]:
         """Take what a step did; returns the outputs that are due, and which requests a stop string ended.
@@ -82,7 +87,7 @@ class _Answer:
         prompt: str | None,
         prompt_ids: list[int],
         params: SamplingParams,
-        detokenizer: IncrementalDetokenizer | None,
+        vocabulary: TextVocabulary | None,
     ) -> None:
         self.request_id = request_id
         self.finish_reason: str | None = None
@@ -90,8 +95,13 @@ class _Answer:
         self._prompt_ids = prompt_ids
         self._min_tokens = params.min_tokens
         self._kind = params.output_kind
-        self._detokenizer = detokenizer
-        self._matcher = StopStringMatcher(params.stop) if params.stop else None
+        self._keeps_stop = params.include_stop_str_in_output
+        self._detokenizer = None if vocabulary is None else IncrementalDetokenizer(vocabulary, prompt_ids)
+        self._matcher = StopStringMatcher(params.stop, self._keeps_stop) if params.stop else None
+        self._writer = LogprobWriter(vocabulary)
+        self._logprobs: list[dict[int, Logprob]] | None = None if params.logprobs is None else []
+        """Only grows, as the token ids."""
+        self._prompt_logprobs: list[dict[int, Logprob] | None] | None = None
         self._text = ""
         """Of the answer; with DELTA of its next output."""
         self._token_ids: list[int] = []
@@ -118,6 +128,9 @@ class _Answer:
         """Add the tokens of a step, up to the one that completes a stop string."""
         reason = token_output.finish_reason
         self._num_cached_tokens = token_output.num_cached_tokens
+        num_tokens = len(self._token_ids)
+        if token_output.prompt_details is not None:
+            self._prompt_logprobs = self._writer.write_prompt(self._prompt_ids, token_output.prompt_details)
         if self._matcher is not None:
             self._extend_to_stop_string(token_output)
         else:
@@ -125,7 +138,10 @@ class _Answer:
             for logprob in token_output.new_logprobs:
                 self._cumulative_logprob += logprob
             if self._kind is not RequestOutputKind.FINAL_ONLY or reason is not None:
-                self._read(len(self._token_ids) - (reason == FinishReason.STOP))
+                self._read(len(self._token_ids) - (reason == FinishReason.STOP and not self._keeps_stop))
+        if self._logprobs is not None and token_output.new_details is not None:
+            new = self._token_ids[num_tokens:]
+            self._logprobs += self._writer.write(new, token_output.new_details[: len(new)])
         if reason is not None or self.stop_string is not None:
             self.finish(reason, token_output.stop_reason)
 
@@ -145,18 +161,28 @@ class _Answer:
     def make_output(self) -> RequestOutput:
         """A snapshot, which does not change as the answer grows."""
         finished = self.finish_reason is not None
+        logprobs, prompt_logprobs = self._logprobs, self._prompt_logprobs
         if self._kind is RequestOutputKind.DELTA:
             token_ids = self._token_ids[self._num_reported :]
+            logprobs = None if logprobs is None else logprobs[self._num_reported :]
         else:
             token_ids = self._token_ids if finished else TokenIds(self._token_ids)
+            logprobs = logprobs if finished or logprobs is None else Beginning(logprobs)
         completion = CompletionOutput(
-            0, self._text, token_ids, self._cumulative_logprob, self.finish_reason, self._stop_reason
+            0, self._text, token_ids, self._cumulative_logprob, self.finish_reason, self._stop_reason, logprobs
         )
         if self._kind is RequestOutputKind.DELTA:
             self._num_reported = len(self._token_ids)
-            self._text = ""
-        cached = self._num_cached_tokens
-        return RequestOutput(self.request_id, self._prompt, self._prompt_ids, [completion], finished, cached)
+            self._text, self._prompt_logprobs = "", None
+        return RequestOutput(
+            self.request_id,
+            self._prompt,
+            self._prompt_ids,
+            [completion],
+            finished,
+            self._num_cached_tokens,
+            prompt_logprobs,
+        )
 
     def _extend_to_stop_string(self, token_output: TokenOutput) -> None:
         """Token by token: none comes after the one that completes a stop string."""
@@ -166,7 +192,7 @@ class _Answer:
             self._token_ids.append(token_id)
             self._cumulative_logprob += logprob
             is_stop_token = token_output.finish_reason == FinishReason.STOP and num_left == 0
-            if not is_stop_token:
+            if not is_stop_token or self._keeps_stop:
                 self._read(len(self._token_ids))
             if self.stop_string is not None:
                 break

@@ -5,16 +5,28 @@ Invariant: text comes back as it was; no token is special, so nothing is added t
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
 
-from jaxllm.engine.tokenizer import Tokenizer
+from jaxllm.config import ModelConfig
+from jaxllm.engine.tokenizer import Tokenizer, load_tokenizer
 
 NUM_BYTES = 256
 
 CHAT_TEMPLATE = """\
 {% for message in messages %}{{ message['role'] }}: {{ message['content'] }}
 {% endfor %}{% if add_generation_prompt %}assistant:{% endif %}"""
+
+
+def open_tokenizer(path: Path | None, model: ModelConfig) -> Tokenizer:
+    """The tokenizer of a GGUF file or a Hugging Face folder, or the stand-in where there is none.
+
+    Raises:
+        ValueError: it is broken or not supported, or the vocabulary is too small for the stand-in.
+    """
+    return load_tokenizer(path) if path else stand_in_tokenizer(model.vocab_size)
 
 
 def stand_in_tokenizer(vocab_size: int) -> Tokenizer:

@@ -2,7 +2,7 @@
 
 The invariant: the outcome depends on the text only, not on how it is cut into pieces. The stop string that is
 completed first wins; of several completed by the same character, the one that begins first (the longest). The text
-before it is shown, all of it; no part of it is ever shown, so the longest end of the text that could be the
+before it is shown, all of it; no part of it is shown before it is certain, so the longest end of the text that could be the
 beginning of a stop string is held back. Held text is shorter than the longest stop string, and so is the work.
 """
 
@@ -12,15 +12,16 @@ from collections.abc import Sequence
 
 
 class StopStringMatcher:
-    """Passes text through up to the first stop string."""
+    """Passes text through up to the first stop string, or with `keep` to its end."""
 
-    def __init__(self, stop: Sequence[str]) -> None:
+    def __init__(self, stop: Sequence[str], keep: bool = False) -> None:
         self._stop = tuple(stop)
+        self._keep = keep
         self._longest = max(map(len, self._stop), default=0)
         self._first_characters = frozenset(string[0] for string in self._stop)
         self._held = ""
         self.matched: str | None = None
-        """The stop string that was found: the text ends before it."""
+        """The stop string that was found: the text ends there."""
 
     def append(self, text: str, may_stop: bool = True) -> str:
         """Add text; returns what can be shown. Stop strings that are completed while not `may_stop` are text."""
@@ -32,7 +33,7 @@ class StopStringMatcher:
             start = self._search(text, num_searched)
             if start is not None:
                 self._held = ""
-                return text[:start]
+                return text[: start + len(self.matched or "") * self._keep]
         shown = len(text) - self._num_held(text)
         self._held = text[shown:]
         return text[:shown]

@@ -66,6 +66,10 @@ class Tokenizer:
         """The token a text ends with; an answer may end with others too (`ModelConfig.eos_token_ids`)."""
         return self._id_of("eos_token")
 
+    def with_chat_template(self, source: str) -> Tokenizer:
+        """The same tokenizer with another template (Jinja), for conversations with tools as well."""
+        return Tokenizer(self.backend, self._special_tokens, {"default": source})
+
     @property
     def has_chat_template(self) -> bool:
         return self._template is not None

@@ -11,7 +11,7 @@ import math
 import operator
 import zlib
 from collections.abc import Mapping
-from functools import lru_cache, partial, reduce
+from functools import lru_cache, reduce
 from pathlib import Path
 
 import jax
@@ -20,9 +20,11 @@ import numpy as np
 
 from jaxllm.config import ModelConfig
 from jaxllm.models.checkpoint import open_checkpoint
+from jaxllm.models.expansion import Expansion
 from jaxllm.models.families import family_of_hf
 from jaxllm.models.hf_folder import read_config
 from jaxllm.models.hub import resolve_model
+from jaxllm.models.orbax_folder import is_orbax_folder, read_model
 from jaxllm.models.shapes import SHAPES, Shape
 
 DEVIATION = 0.02
@@ -46,6 +48,8 @@ def _find(name: str) -> tuple[ModelConfig, Path]:
         path = resolve_model(name, weights=False)
     except ValueError as error:
         raise ValueError(f"{error}. With load_format='dummy' also a shape: {', '.join(SHAPES)}") from error
+    if is_orbax_folder(path):
+        return read_model(path), path
     if path.is_dir():
         return _read(read_config(path)), path
     with open_checkpoint(path) as checkpoint:
@@ -56,24 +60,30 @@ def _read(fields: Shape) -> ModelConfig:
     return family_of_hf(fields.get("architectures") or ()).config_from_hf(fields)
 
 
-def dummy_params(specs: Mapping[str, jax.ShapeDtypeStruct], seed: int) -> dict[str, jax.Array]:
+def dummy_params(model: ModelConfig, specs: Mapping[str, jax.ShapeDtypeStruct], seed: int) -> dict[str, jax.Array]:
     """A random array for each of `specs`, with its shape, dtype and sharding.
 
     Args:
+        model: as a checkpoint would have it.
         specs: by path, as "layers.0.mlp.down.weight".
         seed: of all of them.
     """
     params = {}
     for path, spec in specs.items():
-        make = _maker(_ones if path.endswith(".scale") else _normal, spec.shape, spec.dtype, spec.sharding)
+        make = _ones if path.endswith(".scale") else _normal
+        make = _maker(make, Expansion.of(path, spec, model), spec.dtype, spec.sharding)
         params[path] = jax.block_until_ready(make(np.uint32(zlib.crc32(f"{seed} {path}".encode()))))
     return params
 
 
 @lru_cache
-def _maker(make, shape, dtype, sharding):
+def _maker(make, expansion: Expansion, dtype, sharding):
     """Layers share their shapes, so few programs make all arrays."""
-    return jax.jit(partial(make, shape=shape, dtype=dtype), out_shardings=sharding)
+
+    def run(seed):
+        return expansion.apply(make(seed, shape=expansion.stored_shape, dtype=dtype))
+
+    return jax.jit(run, out_shardings=sharding)
 
 
 def _normal(seed: jax.Array, shape: tuple[int, ...], dtype: jnp.dtype) -> jax.Array:

@@ -36,6 +36,8 @@ _SCALARS = {
     GGUFValueType.FLOAT64: np.dtype("<f8"),
 }
 _LENGTH = struct.Struct("<Q")
+_NUM_TENSORS_AT = 8
+"""Behind the magic number and the version."""
 _ALIGNMENTS = tuple(2**power for power in range(17))
 
 
@@ -131,7 +133,33 @@ class _Cursor:
         return values
 
 
+def copy_metadata(source: Path, target: Path) -> None:
+    """Writes a GGUF file with the metadata of another one, which has the tokenizer, and without tensors.
+
+    Raises:
+        ValueError: as `read_gguf_header`.
+    """
+    read_gguf_header(source)
+    with source.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
+        cursor = _Cursor(data)
+        _parse_metadata(cursor)
+        copied = bytearray(data[: cursor.at])
+    _LENGTH.pack_into(copied, _NUM_TENSORS_AT, 0)
+    target.write_bytes(copied)
+
+
 def _parse(cursor: _Cursor) -> GgufHeader:
+    num_tensors, metadata = _parse_metadata(cursor)
+    entries = [_parse_tensor(cursor) for _ in range(num_tensors)]
+    alignment = metadata.get("general.alignment", GGUF_DEFAULT_ALIGNMENT)
+    if alignment not in _ALIGNMENTS:
+        raise _Malformed(f"general.alignment={alignment!r} is no power of two; download or convert it again")
+    base = -(-cursor.at // alignment) * alignment
+    return GgufHeader(metadata, {name: tensor._replace(start=base + tensor.start) for name, tensor in entries})
+
+
+def _parse_metadata(cursor: _Cursor) -> tuple[int, dict[str, Any]]:
+    """Number of tensors, and everything that stands before them."""
     (version,) = cursor.numbers("I")
     if version not in VERSIONS:
         supported = " and ".join(map(str, VERSIONS))
@@ -141,12 +169,7 @@ def _parse(cursor: _Cursor) -> GgufHeader:
     for _ in range(num_fields):
         (key,) = cursor.strings(1)
         metadata[key] = _parse_value(cursor, key)
-    entries = [_parse_tensor(cursor) for _ in range(num_tensors)]
-    alignment = metadata.get("general.alignment", GGUF_DEFAULT_ALIGNMENT)
-    if alignment not in _ALIGNMENTS:
-        raise _Malformed(f"general.alignment={alignment!r} is no power of two; download or convert it again")
-    base = -(-cursor.at // alignment) * alignment
-    return GgufHeader(metadata, {name: tensor._replace(start=base + tensor.start) for name, tensor in entries})
+    return num_tensors, metadata
 
 
 def _parse_value(cursor: _Cursor, key: str) -> Any:

@@ -13,6 +13,17 @@ WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 
 
+SAMPLING_FIELDS = {
+    "temperature": "temperature",
+    "top_p": "top_p",
+    "top_k": "top_k",
+    "min_p": "min_p",
+    "repetition_penalty": "repetition_penalty",
+    "max_new_tokens": "max_tokens",
+}
+"""Fields of generation_config.json, and what `SamplingParams` calls them."""
+
+
 def read_json(file: Path) -> dict[str, Any]:
     """A JSON object.
 
@@ -44,6 +55,18 @@ def read_config(folder: Path) -> dict[str, Any]:
         eos = read_json(generation).get("eos_token_id")
         fields |= {} if eos is None else {"eos_token_id": eos}
     return fields
+
+
+def read_sampling_defaults(folder: Path) -> tuple[tuple[str, float | int], ...]:
+    """Sampling parameters that generation_config.json recommends, by the names of `SamplingParams`.
+
+    Raises:
+        ValueError: the file is broken.
+    """
+    file = folder / "generation_config.json"
+    fields = read_json(file) if file.is_file() else {}
+    found = {name: fields.get(field) for field, name in SAMPLING_FIELDS.items()}
+    return tuple((name, value) for name, value in found.items() if value is not None)
 
 
 def weight_files(folder: Path) -> list[Path]:

@@ -13,14 +13,14 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax.sharding import Mesh
+from jax.sharding import Mesh, PartitionSpec
 from jaxtyping import Array, Float, Int
 
 from jaxllm.config import ModelConfig
 from jaxllm.kernels.add_rms_norm import add_rms_norm
 from jaxllm.kernels.backend import Backend
 from jaxllm.kernels.linear import linear, partial_products
-from jaxllm.parallel.sharding import REPLICATED, named_sharding, replicated
+from jaxllm.parallel.sharding import REPLICATED, named_sharding, partition_spec, replicated
 
 type Axis = tuple[str, int]
 """Logical name and size of one dimension."""
@@ -53,6 +53,7 @@ class Projection(nnx.Module):
         self.weight = parameter([*outputs, *inputs], setting.dtype)
         self.bias = parameter(outputs, setting.dtype) if bias else None
         self.num_inputs, self.setting = len(inputs), setting
+        self.input_spec, self.output_spec = (partition_spec([name for name, _ in axes]) for axes in (inputs, outputs))
 
     def __call__(self, x: Float[Array, "tokens *inputs"]) -> Float[Array, "tokens *outputs"]:
         y = linear(x, self.weight[...], num_inputs=self.num_inputs, platform=self.setting.platform)
@@ -60,9 +61,21 @@ class Projection(nnx.Module):
 
     def parts(self, x: Float[Array, "tokens *inputs"]) -> Float[Array, "splits tokens *outputs"]:
         """Parts that add up to `__call__`: several in float32 where the reader's kernel adds them, else one."""
-        if self.bias is not None or self.setting.backend == "xla" or self.setting.mesh.size > 1:
+        if self.bias is not None or self.setting.backend == "xla" or self._devices_add_up:
             return self(x)[None]
-        return partial_products(x, self.weight[...], num_inputs=self.num_inputs)
+        local = jax.shard_map(
+            partial(partial_products, num_inputs=self.num_inputs),
+            mesh=self.setting.mesh,
+            in_specs=(REPLICATED, PartitionSpec(*self.output_spec, *self.input_spec)),
+            out_specs=PartitionSpec(None, None, *self.output_spec),
+            check_vma=False,
+        )
+        return local(x, self.weight[...])
+
+    @property
+    def _devices_add_up(self) -> bool:
+        """Each device has a part of the inputs: the sum of what they compute crosses between them once, in x's dtype."""
+        return self.setting.mesh.size > 1 and any(self.input_spec)
 
 
 class RMSNorm(nnx.Module):

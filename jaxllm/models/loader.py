@@ -19,6 +19,7 @@ import numpy as np
 from tqdm import tqdm
 
 from jaxllm.models.checkpoint import Checkpoint
+from jaxllm.models.expansion import Expansion
 
 READERS = 2
 """Parameters being read and assembled at the same time."""
@@ -95,13 +96,14 @@ def _result(waiting: deque[tuple[str, Future[np.ndarray]]]) -> tuple[str, np.nda
 
 def _assemble(checkpoint: Checkpoint, path: str, spec: jax.ShapeDtypeStruct) -> np.ndarray:
     """Host array of one parameter, from the tensors it is made of."""
-    param = _aligned_empty(spec.shape, spec.dtype)
+    expansion = Expansion.of(path, spec, checkpoint.config)
+    param = _aligned_empty(expansion.stored_shape, spec.dtype)
     parts = _layout(path)(param)
     for part, tensor in zip(parts, _read(checkpoint, path, parts), strict=True):
         # A scale that several heads share is written to each of them.
         shared = part.view.size > tensor.size
         part.view[...] = tensor.reshape(part.view.shape[shared:])  # casts, too
-    return param
+    return expansion.apply(param)
 
 
 def _read(checkpoint: Checkpoint, path: str, parts: Sequence[_Part]) -> list[np.ndarray]:
@@ -178,7 +180,7 @@ def _check_tensors(checkpoint: Checkpoint, specs: Mapping[str, jax.ShapeDtypeStr
     expected = {
         name: shape
         for path, spec in specs.items()
-        for name, shape in _expected(checkpoint.names.sources_of(path), _parts_of(path, spec)).items()
+        for name, shape in _expected(checkpoint.names.sources_of(path), _parts_of(checkpoint, path, spec)).items()
     }
     found = checkpoint.shapes
     misshapen = [
@@ -202,9 +204,10 @@ def _check_tensors(checkpoint: Checkpoint, specs: Mapping[str, jax.ShapeDtypeStr
         )
 
 
-def _parts_of(path: str, spec: jax.ShapeDtypeStruct) -> list[_Part]:
+def _parts_of(checkpoint: Checkpoint, path: str, spec: jax.ShapeDtypeStruct) -> list[_Part]:
+    shape = Expansion.of(path, spec, checkpoint.config).stored_shape
     # A broadcast array has the shape without the memory.
-    return _layout(path)(np.broadcast_to(np.empty((), spec.dtype), spec.shape))
+    return _layout(path)(np.broadcast_to(np.empty((), spec.dtype), shape))
 
 
 def _first_few(names: Sequence[str], count: int = 3) -> str:

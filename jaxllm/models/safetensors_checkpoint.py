@@ -19,7 +19,7 @@ import numpy as np
 from jaxllm.config import ModelConfig
 from jaxllm.models.families import Family, NameMap, family_of_hf
 from jaxllm.models.hf_config import StoredDType
-from jaxllm.models.hf_folder import read_config, weight_files
+from jaxllm.models.hf_folder import read_config, read_sampling_defaults, weight_files
 
 _DTYPES = {
     "F64": np.dtype(np.float64),
@@ -62,7 +62,7 @@ class SafetensorsCheckpoint:
         self.shapes = {name: tensor.shape for name, tensor in self._tensors.items()}
         try:
             self.family = family_of_hf(fields.get("architectures") or ())
-            self.config = self._read_config(fields)
+            self.config = dataclasses.replace(self._read_config(fields), sampling_defaults=read_sampling_defaults(path))
         except ValueError as error:
             raise ValueError(f"{path}: {error}") from error
         self.names = self.family.hf_names

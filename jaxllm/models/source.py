@@ -5,6 +5,7 @@ Invariant: files stay open only inside the `with` statement, in which the weight
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
@@ -18,8 +19,7 @@ from jaxllm.models.checkpoint import open_checkpoint
 from jaxllm.models.dummy import dummy_model, dummy_params
 from jaxllm.models.hub import resolve_model
 from jaxllm.models.loader import load_params
-
-TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model")
+from jaxllm.models.orbax_folder import PARAMS, find_tokenizer, is_orbax_folder, read_model
 
 
 @dataclass(frozen=True)
@@ -45,6 +45,12 @@ def open_source(config: EngineConfig) -> AbstractContextManager[ModelSource]:
 @contextmanager
 def _open_checkpoint(config: EngineConfig) -> Iterator[ModelSource]:
     path = resolve_model(config.model)
+    if is_orbax_folder(path):
+        model = read_model(path)
+        # Imported only here: orbax takes a second.
+        restore = importlib.import_module("jaxllm.models.orbax_checkpoint").restore_params
+        yield ModelSource(model, find_tokenizer(path), partial(restore, path / PARAMS, model))
+        return
     with open_checkpoint(path) as checkpoint:
         yield ModelSource(checkpoint.config, path, partial(load_params, checkpoint))
 
@@ -52,8 +58,8 @@ def _open_checkpoint(config: EngineConfig) -> Iterator[ModelSource]:
 @contextmanager
 def _open_dummy(config: EngineConfig) -> Iterator[ModelSource]:
     model, path = dummy_model(config.model)
-    has_tokenizer = path is not None and (path.is_file() or any((path / name).is_file() for name in TOKENIZER_FILES))
-    yield ModelSource(model, path if has_tokenizer else None, partial(dummy_params, seed=config.seed))
+    tokenizer_path = find_tokenizer(path) if path is not None and path.is_dir() else path
+    yield ModelSource(model, tokenizer_path, partial(dummy_params, model, seed=config.seed))
 
 
 _OPENERS: Mapping[LoadFormat, Callable[[EngineConfig], AbstractContextManager[ModelSource]]] = {

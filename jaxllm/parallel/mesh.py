@@ -13,7 +13,7 @@ import numpy as np
 from jax._src import xla_bridge
 from jax.sharding import Mesh
 
-from jaxllm.config import EngineConfig, ModelConfig
+from jaxllm.config import EngineConfig
 
 TENSOR_AXIS = "tensor"
 MEMORY_FRACTIONS = ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION")
@@ -79,15 +79,3 @@ def _devices_from(name: str | None) -> list[Any]:
     if start >= len(devices):
         raise ValueError(f"device={name!r} does not exist: there are {len(devices)} {platform} devices")
     return devices[start:]
-
-
-def check_divides(model: ModelConfig, size: int) -> None:
-    """Raises ValueError, listing the sizes that work, unless `size` devices can share the model's parts."""
-    dims = {"K/V heads": model.num_kv_heads, "intermediate_size": model.intermediate_size, "vocab": model.vocab_size}
-    if all(dim % size == 0 for dim in dims.values()):
-        return
-    fits = [n for n in range(1, model.num_kv_heads + 1) if all(dim % n == 0 for dim in dims.values())]
-    parts = ", ".join(f"{dim} {name}" for name, dim in dims.items())
-    raise ValueError(
-        f"tensor_parallel_size={size} does not divide this model ({parts}): use {' or '.join(map(str, fits))}"
-    )

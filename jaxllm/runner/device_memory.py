@@ -100,9 +100,11 @@ def held_bytes(arrays: Iterable[jax.Array], device: Any) -> int:
 
 
 def temp_bytes(compiled: Iterable[jax.stages.Compiled]) -> int:
-    """Bytes of temporaries of the largest of these programs."""
-    analyses = (program.memory_analysis() for program in compiled)
-    return max((analysis.temp_size_in_bytes for analysis in analyses if analysis), default=0)
+    """Bytes that the largest of these programs needs while it runs: temporaries, and outputs that are no argument."""
+    analyses = [analysis for program in compiled if (analysis := program.memory_analysis())]
+    return max(
+        (one.temp_size_in_bytes + one.output_size_in_bytes - one.alias_size_in_bytes for one in analyses), default=0
+    )
 
 
 def report(device: Any, weights: Any, cache: Any, state: Any, temp: int) -> DeviceMemory:

@@ -10,25 +10,35 @@ import os
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import CancelledError, ThreadPoolExecutor
-from typing import Any
+from typing import Any, Protocol
 
 import jax
 from tqdm import tqdm
 
-from jaxllm.runner.buckets import Bucket
 from jaxllm.runner.executable_store import ExecutableStore
 
 type Signature = tuple[Any, Any]
 """Pytrees of a step's arguments and outputs."""
 
 
-class Executables:
-    """Compiled executables by bucket."""
+class Shape(Protocol):
+    """What an executable is compiled for, as a `Bucket`; equal ones have one executable."""
+
+    @property
+    def name(self) -> str:
+        """Of its file."""
+        ...
+
+    def __hash__(self) -> int: ...
+
+
+class Executables[S: Shape]:
+    """Compiled executables by bucket, or by another shape."""
 
     def __init__(
         self,
-        lower: Callable[[Bucket], jax.stages.Lowered],
-        signature: Callable[[Bucket], Signature],
+        lower: Callable[[S], jax.stages.Lowered],
+        signature: Callable[[S], Signature],
         store: ExecutableStore | None,
         compiler_options: dict[str, Any],
     ):
@@ -36,18 +46,18 @@ class Executables:
         self.signature = signature
         self.store = store
         self.compiler_options = compiler_options
-        self.compiled: dict[Bucket, jax.stages.Compiled] = {}
+        self.compiled: dict[S, jax.stages.Compiled] = {}
         # Tracing holds the interpreter lock: doing one at a time leaves the other cores to the compiler.
         self.tracing = threading.Lock()
         self.cancelled = threading.Event()
 
-    def get(self, bucket: Bucket) -> jax.stages.Compiled:
+    def get(self, bucket: S) -> jax.stages.Compiled:
         """The bucket's executable, compiled now if it was not compiled ahead of time."""
         if bucket not in self.compiled:
             self.compiled[bucket] = self.make(bucket)
         return self.compiled[bucket]
 
-    def compile_all(self, buckets: Sequence[Bucket], progress: bool = True) -> None:
+    def compile_all(self, buckets: Sequence[S], progress: bool = True) -> None:
         """Loads or compiles every bucket, in parallel, with a progress bar on a terminal."""
         with ThreadPoolExecutor(max_workers=min(len(buckets), os.cpu_count() or 1)) as pool:
             results = pool.map(self.make, buckets)
@@ -58,7 +68,7 @@ class Executables:
         """Gives up what `compile_all` has not begun yet."""
         self.cancelled.set()
 
-    def make(self, bucket: Bucket) -> jax.stages.Compiled:
+    def make(self, bucket: S) -> jax.stages.Compiled:
         """From disk, or lowered and compiled and then stored.
 
         Raises:

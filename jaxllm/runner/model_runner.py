@@ -11,7 +11,7 @@ import dataclasses
 import logging
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -25,6 +25,7 @@ from jaxllm.kernels.backend import Backend
 from jaxllm.memory import DeviceMemory, MemoryBudget
 from jaxllm.models.layers import Setting
 from jaxllm.models.parameters import define_model
+from jaxllm.parallel.all_reduce import with_all_reduce
 from jaxllm.parallel.sharding import replicated
 from jaxllm.runner.buckets import Bucket, make_ladder
 from jaxllm.runner.compile_counter import num_compilations
@@ -33,11 +34,16 @@ from jaxllm.runner.device_state import state_specs
 from jaxllm.runner.executable_store import ExecutableStore, enable_compilation_cache, may_store
 from jaxllm.runner.executables import Executables, Signature
 from jaxllm.runner.kv_cache import CachePlan, allocate, cache_specs
+from jaxllm.runner.logits_processors import load_processors
+from jaxllm.runner.logprob_seats import LogprobSeats
 from jaxllm.runner.preparation import Preparation
-from jaxllm.runner.step import run_steps
+from jaxllm.runner.prompt_scoring import PendingScores, ScoringShape, launch_scoring, score_tokens
+from jaxllm.runner.sampler import sample
+from jaxllm.runner.step import StepResult, run_steps
 from jaxllm.runner.step_counts import StepCounts
 from jaxllm.runner.step_input import StepLayout, most_admitted_blocks
-from jaxllm.scheduling.plan import StepOutput, StepPlan
+from jaxllm.runner.token_details import unpack_details
+from jaxllm.scheduling.plan import PromptDetails, StepOutput, StepPlan
 
 logger = logging.getLogger(__name__)
 
@@ -60,6 +66,10 @@ class PendingStep:
     """Array [steps, 2, rows]."""
     num_rows: int
     num_steps: int = 1
+    details: jax.Array | None = None
+    wanted: Mapping[int, int] = field(default_factory=dict)
+    """Rows whose details are wanted, and of how many of the most likely tokens."""
+    scores: PendingScores | None = None
 
     @property
     def is_ready(self) -> bool:
@@ -70,7 +80,15 @@ class PendingStep:
         """Waits for the step; token ids and log-probabilities by row."""
         taken = np.asarray(self.output)[: self.num_steps, :, : self.num_rows]
         token_ids, bits = np.ascontiguousarray(taken.transpose(1, 2, 0))
-        return StepOutput(token_ids.tolist(), bits.view(np.float32).tolist())
+        logprobs = bits.view(np.float32).tolist()
+        output = StepOutput(token_ids.tolist(), logprobs)
+        if self.details is not None:
+            packed = np.asarray(self.details)[: self.num_steps]
+            for row, count in self.wanted.items():
+                output.details[row] = unpack_details(packed[:, row], logprobs[row], count)
+        if self.scores is not None:
+            output.prompts.extend(PromptDetails(part.row, part.position, found) for part, found in self.scores.result())
+        return output
 
 
 class ModelRunner:
@@ -89,10 +107,13 @@ class ModelRunner:
         if config.compilation_cache:
             enable_compilation_cache(self.platform)
         self.size = self._fit(config, model)
-        self.executables = self._executables()
+        self.processors = load_processors(config.logits_processors, model.vocab_size)
+        self.executables = self._executables(partial(self._lower, size=self.size), self._signature)
         self.layouts = {bucket: self._layout(bucket) for bucket in self.ladder.all}
         _, cache, state, _ = self._arguments(self.ladder.all[0], self.size)
         self.preparation = Preparation(cache, state, self.executables.store)
+        self.scoring = self._executables(self._lower_scoring, self._scoring_signature)
+        self.logprob_seats = LogprobSeats()
         self.compiled_at_ready = 0
         self.counts = StepCounts()
 
@@ -114,6 +135,7 @@ class ModelRunner:
                 self.cache, self.state = allocating.result()
             except BaseException:
                 self.executables.cancel()
+                self.scoring.cancel()
                 raise
         jax.block_until_ready((self.params, self.cache, self.state))
         self.compiled_at_ready = num_compilations()
@@ -126,15 +148,26 @@ class ModelRunner:
         """Starts a step on the device."""
         admits = any(row.admitted for row in plan.rows)
         num_tokens, num_steps = plan.num_tokens, plan.num_steps
-        bucket = self.ladder.select(num_tokens, len(plan.rows), admits)
+        if admits:
+            self.logprob_seats.note(plan)
+        prompts = self.logprob_seats.wanted_prompts(plan)
+        bucket = self.ladder.select(num_tokens, len(plan.rows), admits or bool(prompts))
         step = self.executables.get(bucket)
         packed = self.layouts[bucket].pack(plan)
         if admits:
             self.cache, self.state = self.preparation.run(plan, self.cache, self.state)
-        self.cache, self.state, output = step(self.params, self.cache, self.state, packed)
-        output.copy_to_host_async()
+        self.cache, self.state, result = step(self.params, self.cache, self.state, packed)
+        result.sampled.copy_to_host_async()
+        wanted = self.logprob_seats.wanted_answers(plan)
+        if wanted:
+            result.details.copy_to_host_async()
+        scores = None
+        if prompts:
+            score = partial(self.scoring.get(ScoringShape(bucket.tokens)), self.params)
+            scores = launch_scoring(score, result.hidden, prompts)
         self.counts.add(num_steps, sum(row.num_tokens * row.num_steps for row in plan.rows), bucket.tokens * num_steps)
-        return PendingStep(output, len(plan.rows), num_steps)
+        details = result.details if wanted else None
+        return PendingStep(result.sampled, len(plan.rows), num_steps, details, wanted, scores)
 
     def memory_report(self) -> tuple[DeviceMemory, ...]:
         """What the engine holds on every device."""
@@ -147,6 +180,7 @@ class ModelRunner:
             if not array.is_deleted():
                 array.delete()
         self.executables.compiled.clear()
+        self.scoring.compiled.clear()
 
     def _allocate(self, specs: Any, compiling: Future[None]) -> Any:
         if self.platform != "cpu":
@@ -156,6 +190,7 @@ class ModelRunner:
     def _compile_all(self, progress: bool) -> None:
         if not self.config.enforce_eager:
             self.executables.compile_all(self.ladder.all, progress)
+            self.scoring.compile_all([ScoringShape(bucket.tokens) for bucket in self.ladder.mixed], progress=False)
             self.preparation.compile()
 
     def _define(self, config: EngineConfig, model: ModelConfig) -> None:
@@ -166,7 +201,8 @@ class ModelRunner:
         self.config, self.model = config, model.for_context(max_model_len)
         fastest: Backend = "xla" if self.platform == "cpu" else "pallas"
         backend = fastest if config.attention_backend == "auto" else config.attention_backend
-        self.definition = define_model(self.model, Setting(self.dtype, self.mesh, backend))
+        self.setting = Setting(self.dtype, self.mesh, backend)
+        self.definition = define_model(self.model, self.setting)
         self.ladder = make_ladder(config.max_num_seqs, config.max_num_batched_tokens, self.platform)
         self.block_size = block_size
         # Not more than a block has tokens: a row then begins one new block in a call at the most.
@@ -215,15 +251,17 @@ class ModelRunner:
     def _devices(self) -> list[Any]:
         return list(self.mesh.devices.flat)
 
-    def _executables(self) -> Executables:
+    def _executables(self, lower: Callable[[Any], jax.stages.Lowered], signature: Callable[[Any], Signature]):
         config = self.config
         store = None
-        if config.compilation_cache and not config.enforce_eager and may_store(self.platform):
+        # What a processor does cannot be told from its name.
+        if config.compilation_cache and not (config.enforce_eager or self.processors) and may_store(self.platform):
             shape = (self.size, self.dtype, self.ladder, self.max_blocks, self.max_steps)
-            facts = (self.model, *shape, config.attention_backend)
+            facts = (self.model, *shape, config.attention_backend, config.disable_custom_all_reduce)
             store = ExecutableStore(self._devices, facts)
         options = (EAGER_OPTIONS if config.enforce_eager else GRAPH_OPTIONS).get(self.platform, {})
-        return Executables(partial(self._lower, size=self.size), self._signature, store, options)
+        options = with_all_reduce(options, self.mesh, nccl=config.disable_custom_all_reduce)
+        return Executables(lower, signature, store, options)
 
     def _layout(self, bucket: Bucket) -> StepLayout:
         assert self.config.max_num_seqs
@@ -246,18 +284,44 @@ class ModelRunner:
     def _signature(self, bucket: Bucket) -> Signature:
         arguments = self._arguments(bucket, self.size)
         _, cache, state, packed = arguments
-        return arguments, (cache, state, packed)  # of the outputs only the structure matters
+        hidden = packed if self._returns_hidden(bucket) else None
+        return arguments, (cache, state, StepResult(packed, packed, hidden))  # only the structure matters
+
+    def _returns_hidden(self, bucket: Bucket) -> bool:
+        return bucket.admits or self.max_steps == 1
 
     def _lower(self, bucket: Bucket, size: CacheSize) -> jax.stages.Lowered:
         layout = self._layout(bucket)
         arguments = self._arguments(bucket, size)
 
+        sampler = partial(sample, backend=self.setting.backend, processors=self.processors)
+
         def step(leaves, cache, state, packed):
             max_steps = 1 if bucket.admits else self.max_steps
-            return run_steps(self.definition.merge(leaves), cache, state, layout.unpack(packed), max_steps)
+            model = self.definition.merge(leaves)
+            return run_steps(model, cache, state, layout.unpack(packed), sampler, max_steps)
 
         step.__name__ = bucket.name.replace("-", "_")
         shardings = jax.tree.map(lambda spec: spec.sharding, (*arguments[1:3], arguments[3]))
-        precise = jax.default_matmul_precision("highest") if self.dtype == jnp.float32 else contextlib.nullcontext()
-        with precise:
+        with self._precise():
             return jax.jit(step, donate_argnums=(1, 2), out_shardings=shardings).lower(*arguments)
+
+    def _scoring_signature(self, shape: ScoringShape) -> Signature:
+        everywhere = replicated(self.mesh)
+        hidden = jax.ShapeDtypeStruct((shape.tokens, self.model.hidden_size), self.dtype, sharding=everywhere)
+        targets = jax.ShapeDtypeStruct((shape.tokens,), jnp.int32, sharding=everywhere)
+        return (tuple(self.definition.specs.values()), hidden, targets), targets
+
+    def _lower_scoring(self, shape: ScoringShape) -> jax.stages.Lowered:
+        arguments, targets = self._scoring_signature(shape)
+
+        def score(leaves, hidden, targets):
+            return score_tokens(self.definition.merge(leaves), hidden, targets)
+
+        score.__name__ = shape.name.replace("-", "_")
+        with self._precise():
+            return jax.jit(score, out_shardings=targets.sharding).lower(*arguments)
+
+    def _precise(self) -> contextlib.AbstractContextManager[Any]:
+        is_float32 = self.dtype == jnp.float32
+        return jax.default_matmul_precision("highest") if is_float32 else contextlib.nullcontext()

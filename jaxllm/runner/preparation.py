@@ -1,7 +1,7 @@
-"""What the device has to do before a step that seats requests with K/V they did not compute themselves.
+"""What the device has to do before a step that seats requests which bring more than numbers.
 
-A fork gets a copy of a begun block, and a request with a repetition penalty gets to know the tokens that are
-not computed for it. Both are small executables of their own: a step that needs neither pays for neither.
+A fork gets a copy of a begun block, a request with penalties the history of its seat, one with biases or bad words
+its tables. Each is a small executable of its own: a step that needs none pays for none.
 Invariant: cache and state are updated in place, and steps launched before see nothing of it.
 """
 
@@ -12,40 +12,55 @@ from functools import cached_property
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Int
+from jaxtyping import Array, Int, UInt16
 
 from jaxllm.models.attention import LayerCache
 from jaxllm.parallel.sharding import replicated
-from jaxllm.runner.device_state import DeviceState
+from jaxllm.request import Request
+from jaxllm.runner.device_state import (
+    ANY_TOKEN,
+    EXCLUDED,
+    IN_PROMPT,
+    MOST_COUNTED,
+    NO_TOKEN,
+    ONCE,
+    Asks,
+    DeviceState,
+    Tables,
+)
 from jaxllm.runner.executable_store import ExecutableStore
-from jaxllm.scheduling.plan import BlockCopy, PlanRow, StepPlan
+from jaxllm.sampling_params import MAX_BAD_WORD_TOKENS, MAX_BAD_WORDS, MAX_LOGIT_BIASES
+from jaxllm.scheduling.plan import BlockCopy, StepPlan
 
 COPIES_PER_CALL = 16
-TOKENS_PER_CALL = 1024
 
 type Cache = tuple[LayerCache, ...]
 
 
 class Preparation:
-    """The two executables for a cache and a state of given shapes (pytrees of `jax.ShapeDtypeStruct`)."""
+    """The executables for a cache and a state of given shapes (pytrees of `jax.ShapeDtypeStruct`)."""
 
     def __init__(self, cache: Cache, state: DeviceState, store: ExecutableStore | None = None):
-        self._cache, self._seen, self._store = cache, state.seen, store
-        self._num_blocks, self._vocab_size = cache[0].keys.shape[0], state.seen.shape[1]
+        self._cache, self._state, self._store = cache, state, store
+        self._num_blocks, self._vocab_size = cache[0].keys.shape[0], state.history.shape[1]
 
     def compile(self) -> None:
-        """Compiles both now; otherwise each is compiled when it is first needed."""
-        _ = self._copy_blocks, self._set_seen
+        """Compiles all now; otherwise each is compiled when it is first needed."""
+        _ = self._copy_blocks, self._set_history, self._set_tables
 
     def run(self, plan: StepPlan, cache: Cache, state: DeviceState) -> tuple[Cache, DeviceState]:
         """Cache and state as the plan's rows need them; the ones given are donated where anything is to be done."""
         for start in range(0, len(plan.copies), COPIES_PER_CALL):
             cache = self._copy(plan.copies[start : start + COPIES_PER_CALL], cache)
         for row in plan.rows:
-            if row.admitted and row.start > 0 and row.request.params.repetition_penalty != 1:
-                state = state._replace(seen=self._restore(row, state.seen))
+            asks = Asks.of(row.request.params) if row.admitted else Asks(0)
+            if asks & (Asks.PENALTIES | Asks.ONLY_ALLOWED):
+                words = make_history(row.request, self._vocab_size)
+                state = state._replace(history=self._set_history(state.history, np.int32(row.seat), words))
+            if asks & Asks.TABLES:
+                tables = make_tables(row.request, self._vocab_size)
+                state = state._replace(tables=self._set_tables(state.tables, np.int32(row.seat), tables))
         return cache, state
 
     def _copy(self, copies: Sequence[BlockCopy], cache: Cache) -> Cache:
@@ -53,34 +68,32 @@ class Preparation:
         blocks[:, : len(copies)] = np.array(copies, np.int32).T
         return self._copy_blocks(cache, blocks)
 
-    def _restore(self, row: PlanRow, seen: Array) -> Array:
-        token_ids = sorted(set(row.request.get_token_ids(0, row.start)))
-        for start in range(0, len(token_ids), TOKENS_PER_CALL):
-            part = np.full(TOKENS_PER_CALL, self._vocab_size, np.int32)
-            chunk = token_ids[start : start + TOKENS_PER_CALL]
-            part[: len(chunk)] = chunk
-            seen = self._set_seen(seen, np.array([row.seat, start > 0], np.int32), part)
-        return seen
-
     @cached_property
     def _copy_blocks(self) -> jax.stages.Compiled:
-        return self._make(copy_blocks, self._cache, (2, COPIES_PER_CALL))
+        return self._make(copy_blocks, self._cache, np.zeros((2, COPIES_PER_CALL), np.int32))
 
     @cached_property
-    def _set_seen(self) -> jax.stages.Compiled:
-        return self._make(set_seen, self._seen, (2,), (TOKENS_PER_CALL,))
+    def _set_history(self) -> jax.stages.Compiled:
+        return self._make(set_seat, self._state.history, np.int32(0), np.zeros(self._vocab_size, np.uint16))
 
-    def _make(self, function: Callable[..., Any], donated: Any, *shapes: tuple[int, ...]) -> jax.stages.Compiled:
-        """From disk or compiled: one argument that is updated in place, and int32 arrays of these shapes."""
+    @cached_property
+    def _set_tables(self) -> jax.stages.Compiled:
+        seat = jax.tree.map(lambda spec: np.zeros(spec.shape[1:], spec.dtype), self._state.tables)
+        return self._make(set_seat, self._state.tables, np.int32(0), seat)
+
+    def _make(self, function: Callable[..., Any], donated: Any, *others: Any) -> jax.stages.Compiled:
+        """From disk or compiled: one argument that is updated in place, and others like these."""
         sharding = jax.tree.map(lambda spec: spec.sharding, donated)
         everywhere = replicated(jax.tree.leaves(sharding)[0].mesh)
-        arguments = (donated, *(jax.ShapeDtypeStruct(shape, jnp.int32, sharding=everywhere) for shape in shapes))
-        stored = self._store.load(function.__name__, arguments, donated) if self._store else None
+        specs = jax.tree.map(lambda one: jax.ShapeDtypeStruct(one.shape, one.dtype, sharding=everywhere), others)
+        arguments = (donated, *specs)
+        name = f"{function.__name__}-{type(donated).__name__}"
+        stored = self._store.load(name, arguments, donated) if self._store else None
         if stored is not None:
             return stored
         compiled = jax.jit(function, donate_argnums=0, out_shardings=sharding).lower(*arguments).compile()
         if self._store:
-            self._store.save(function.__name__, compiled)
+            self._store.save(name, compiled)
         return compiled
 
 
@@ -94,10 +107,34 @@ def copy_blocks(cache: Cache, blocks: Int[Array, "2 copies"]) -> Cache:
     return jax.tree.map(copy, cache)
 
 
-def set_seen(
-    seen: Bool[Array, "seats vocab"], seat_and_keep: Int[Array, "2"], token_ids: Int[Array, " tokens"]
-) -> Bool[Array, "seats vocab"]:
-    """Marks tokens of a seat as seen, and all others as not seen unless they are to be kept."""
-    seat, keep = seat_and_keep
-    row = (seen[seat] & (keep != 0)).at[token_ids].set(True, mode="drop")
-    return seen.at[seat].set(row)
+def set_seat(state: Any, seat: Int[Array, ""], values: Any) -> Any:
+    """Replaces what arrays (as a pytree) hold of one seat."""
+    return jax.tree.map(lambda old, new: old.at[seat].set(new), state, values)
+
+
+def make_history(request: Request, vocab_size: int) -> UInt16[np.ndarray, " vocab"]:
+    """A seat's history as its request begins or goes on."""
+    allowed = request.params.allowed_token_ids
+    words = np.full(vocab_size, 0 if allowed is None else EXCLUDED, np.uint16)
+    if allowed is not None:
+        words[list(allowed)] = 0
+    words[list(set(request.prompt_ids))] |= IN_PROMPT
+    token_ids, counts = np.unique(np.asarray(request.output_ids, np.int64), return_counts=True)
+    words[token_ids] += (np.minimum(counts, MOST_COUNTED) * ONCE).astype(np.uint16)
+    return words
+
+
+def make_tables(request: Request, vocab_size: int) -> Tables:
+    """A seat's tables as its request begins or goes on."""
+    bias_ids, biases = np.full(MAX_LOGIT_BIASES, vocab_size, np.int32), np.zeros(MAX_LOGIT_BIASES, np.float32)
+    given = request.params.logit_bias or {}
+    bias_ids[: len(given)], biases[: len(given)] = list(given), list(given.values())
+    bad_words = np.full((MAX_BAD_WORDS, MAX_BAD_WORD_TOKENS), ANY_TOKEN, np.int32)
+    bad_words[:, -1] = vocab_size
+    for word, token_ids in zip(bad_words, request.bad_word_ids, strict=False):
+        word[-len(token_ids) :] = token_ids
+    recent = np.full(MAX_BAD_WORD_TOKENS - 1, NO_TOKEN, np.int32)
+    latest = request.output_ids[-len(recent) :]
+    recent[len(recent) - len(latest) :] = latest
+    arrays: Any = (bias_ids, biases, bad_words, recent)
+    return Tables(*arrays)

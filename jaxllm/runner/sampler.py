@@ -8,17 +8,18 @@ preemption change nothing.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Float, Int
 
 from jaxllm.kernels.backend import Backend
 from jaxllm.kernels.sampling import Summary, draw, find_threshold, summarize
-from jaxllm.runner.device_state import SamplingState
-
-MASKED = float("-inf")
+from jaxllm.runner.device_state import Asks, History, SamplingState, Tables
+from jaxllm.runner.logit_changes import LogitsProcessor, Rows, change_logits
+from jaxllm.runner.token_details import Details, describe_tokens, no_details
 
 
 class Sample(NamedTuple):
@@ -27,77 +28,71 @@ class Sample(NamedTuple):
     token_ids: Int[Array, " rows"]
     logprobs: Float[Array, " rows"]
     """Log-probability of the token under the model's raw distribution, before any parameter applied."""
+    details: Details
+    """Of every row if a row asks for log-probabilities, else of no meaning."""
 
 
 def sample(
     logits: Float[Array, "rows vocab"],
-    sampling: SamplingState,
-    seen: Bool[Array, "seats vocab"],
-    seats: Int[Array, " rows"],
-    lengths: Int[Array, " rows"],
+    rows: Rows,
+    history: History,
+    tables: Tables,
     *,
     backend: Backend = "xla",
+    processors: Sequence[LogitsProcessor] = (),
 ) -> Sample:
-    """Chooses the token at position `lengths` of each row.
+    """Chooses the token at position `rows.lengths` of each row.
 
     Args:
         logits: raw, in any type; what is computed is float32.
-        sampling: the rows' parameters.
-        seen: tokens of each seat's prompt and answer; read where a row may need it.
-        seats: of the rows.
-        lengths: tokens of each row so far.
+        rows: how they are sampled.
+        history: by seat; read where a row may need it.
+        tables: likewise.
         backend: who computes; "xla" on any device, "pallas" on GPUs.
+        processors: functions that every row's logits go through.
     """
+    sampling = rows.sampling
     summary = summarize(logits, _inverse_temperature(sampling), backend=backend)
     draws = jnp.any(sampling.temperature != 0)
-    changes = jnp.any((sampling.repetition_penalty != 1.0) | (lengths < sampling.min_len))
-    token_ids = jax.lax.switch(
-        jnp.where(changes, 2, draws.astype(jnp.int32)),
+    asks_more = jnp.any((sampling.asks != 0) | (rows.lengths < sampling.min_len)) | bool(processors)
+    nothing = no_details(len(logits))
+
+    def choose_among_changed() -> tuple[Int[Array, " rows"], Details]:
+        changed = change_logits(logits, rows, history, tables, processors)
+        changed_summary = summarize(changed, _inverse_temperature(sampling), backend=backend)
+        chosen = _choose(changed, changed_summary, rows, backend)
+        # Where nothing is left to choose from, changes are of no use.
+        chosen = jnp.where(changed_summary.peak > -jnp.inf, chosen, summary.most_likely)
+        return chosen, jax.lax.cond(
+            jnp.any(rows.ask(Asks.LOGPROBS)),
+            lambda: describe_tokens(logits, summary, chosen, backend=backend),
+            lambda: nothing,
+        )
+
+    token_ids, details = jax.lax.switch(
+        jnp.where(asks_more, 2, draws.astype(jnp.int32)),
         (
-            lambda: summary.most_likely,
-            lambda: _choose(logits, summary, sampling, lengths, backend),
-            lambda: _choose_adjusted(logits, sampling, seen[seats], lengths, backend),
+            lambda: (summary.most_likely, nothing),
+            lambda: (_choose(logits, summary, rows, backend), nothing),
+            choose_among_changed,
         ),
     )
     chosen = jnp.take_along_axis(logits, token_ids[:, None], axis=-1)[:, 0]
-    return Sample(token_ids, chosen.astype(jnp.float32) - summary.log_total)
+    return Sample(token_ids, chosen.astype(jnp.float32) - summary.log_total, details)
 
 
-def _choose_adjusted(
-    logits: Array, sampling: SamplingState, seen: Array, lengths: Array, backend: Backend
-) -> Int[Array, " rows"]:
-    logits = logits.astype(jnp.float32)
-    adjusted = _suppress_stops(_penalize(logits, sampling.repetition_penalty, seen), sampling, lengths)
-    summary = summarize(adjusted, _inverse_temperature(sampling), backend=backend)
-    return _choose(adjusted, summary, sampling, lengths, backend)
-
-
-def _choose(
-    logits: Array, summary: Summary, sampling: SamplingState, lengths: Array, backend: Backend
-) -> Int[Array, " rows"]:
-    """A sample of what top_k and top_p keep; greedy rows, which filter nothing, take the most likely."""
+def _choose(logits: Array, summary: Summary, rows: Rows, backend: Backend) -> Int[Array, " rows"]:
+    """A sample of what min_p, top_k and top_p keep; greedy rows, which filter nothing, take the most likely."""
+    sampling = rows.sampling
     greedy = sampling.temperature == 0
     scale = _inverse_temperature(sampling)
     top_k, top_p = jnp.where(greedy, 0, sampling.top_k), jnp.where(greedy, 1.0, sampling.top_p)
-    threshold = find_threshold(logits, summary, scale, top_k, top_p, backend=backend)
+    min_p = jnp.where(greedy, 0.0, sampling.min_p)
+    threshold = find_threshold(logits, summary, scale, top_k, top_p, min_p, backend=backend)
     threshold = jnp.where(greedy, jnp.inf, threshold)
-    drawn = draw(logits, summary.peak, scale, threshold, sampling.key, lengths, backend=backend)
+    drawn = draw(logits, summary.peak, scale, threshold, sampling.key, rows.lengths, backend=backend)
     return jnp.where(greedy, summary.most_likely, drawn)
 
 
 def _inverse_temperature(sampling: SamplingState) -> Float[Array, " rows"]:
     return 1 / jnp.where(sampling.temperature == 0, 1.0, sampling.temperature)
-
-
-def _penalize(logits: Array, penalty: Float[Array, " rows"], seen: Bool[Array, "rows vocab"]) -> Array:
-    """Divides positive logits of seen tokens by the penalty and multiplies negative ones (arXiv:1909.05858)."""
-    factor = jnp.where(seen, penalty[:, None], 1.0)
-    return jnp.where(logits > 0, logits / factor, logits * factor)
-
-
-def _suppress_stops(logits: Array, sampling: SamplingState, lengths: Array) -> Array:
-    """Masks the stop tokens of rows that are shorter than their min_tokens ask for."""
-    early = lengths < sampling.min_len
-    rows = jnp.arange(logits.shape[0])[:, None]
-    columns = jnp.where(early[:, None], sampling.stop_ids, logits.shape[1])
-    return logits.at[rows, columns].set(MASKED, mode="drop")

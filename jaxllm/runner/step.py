@@ -5,20 +5,22 @@ A call may do several steps of one token a row, in a loop on the device, where t
 
 from __future__ import annotations
 
-from functools import partial
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from jaxllm.kernels.ragged_paged_attention import Sizes, prepare_attention
 from jaxllm.models.attention import LayerCache, Placement
 from jaxllm.models.transformer import Decoder
 from jaxllm.parallel.sharding import REPLICATED
-from jaxllm.runner.device_state import DeviceState, SamplingState
-from jaxllm.runner.sampler import Sample, sample
+from jaxllm.runner.device_state import DeviceState, History, SamplingState, Tables
+from jaxllm.runner.logit_changes import Rows, note_tokens
+from jaxllm.runner.sampler import Sample
 from jaxllm.runner.step_input import StepInput
+from jaxllm.runner.token_details import PACKED_WIDTH
 
 
 class Tokens(NamedTuple):
@@ -33,57 +35,75 @@ class Tokens(NamedTuple):
 type Cache = tuple[LayerCache, ...]
 
 
+class StepResult(NamedTuple):
+    """What a call brings; what the host does not ask for stays on the device."""
+
+    sampled: Int[Array, "*steps 2 rows"]
+    """Token ids, and the bits of their float32 log-probabilities."""
+    details: Int[Array, "*steps rows packed"]
+    """Packed `Details` of the sampled tokens."""
+    hidden: Float[Array, "tokens hidden"] | None
+    """Hidden states of all tokens, from a call of one step: prompts are scored by them."""
+
+
+type Sampler = Callable[[Array, Rows, History, Tables], Sample]
+"""`sample` for one engine."""
+
+
 def run_steps(
-    model: Decoder, cache: Cache, state: DeviceState, step: StepInput, max_steps: int
-) -> tuple[Cache, DeviceState, Int[Array, "steps 2 rows"]]:
+    model: Decoder, cache: Cache, state: DeviceState, step: StepInput, sampler: Sampler, max_steps: int
+) -> tuple[Cache, DeviceState, StepResult]:
     """Computes as many steps as the rows take, `max_steps` at the most.
 
     Returns:
-        The cache and the state, both updated, and one int32 array for the host: per step the sampled token
-        ids, and the bits of their float32 log-probabilities.
+        The cache and the state, both updated, and what is for the host.
     """
     state = apply_changes(state, step)
     if max_steps == 1:
-        cache, state, output = run_step(model, cache, state, step)
-        return cache, state, output[None]
+        cache, state, result = run_step(model, cache, state, step, sampler)
+        return cache, state, StepResult(result.sampled[None], result.details[None], result.hidden)
 
     def one_step(carry):
-        index, cache, state, outputs = carry
-        cache, state, output = run_step(model, cache, state, step.after(index))
-        return index + 1, cache, state, outputs.at[index].set(output)
+        index, cache, state, results = carry
+        cache, state, result = run_step(model, cache, state, step.after(index), sampler)
+        latest = result.sampled, result.details
+        results = tuple(every.at[index].set(one) for every, one in zip(results, latest, strict=True))
+        return index + 1, cache, state, results
 
-    outputs = jnp.zeros((max_steps, 2, step.seats.shape[0]), jnp.int32)
+    rows = step.seats.shape[0]
+    results = tuple(jnp.zeros((max_steps, *shape), jnp.int32) for shape in ((2, rows), (rows, PACKED_WIDTH)))
     num_steps = step.num_steps.max()
-    begin = (jnp.int32(0), cache, state, outputs)
-    _, cache, state, outputs = jax.lax.while_loop(lambda carry: carry[0] < num_steps, one_step, begin)
-    return cache, state, outputs
+    _, cache, state, results = jax.lax.while_loop(
+        lambda carry: carry[0] < num_steps, one_step, (jnp.int32(0), cache, state, results)
+    )
+    return cache, state, StepResult(*results, hidden=None)
 
 
 def run_step(
-    model: Decoder, cache: Cache, state: DeviceState, step: StepInput
-) -> tuple[Cache, DeviceState, Int[Array, "2 rows"]]:
+    model: Decoder, cache: Cache, state: DeviceState, step: StepInput, sampler: Sampler
+) -> tuple[Cache, DeviceState, StepResult]:
     """Computes one step: of each token its K/V, of each row the next token."""
     with jax.named_scope("prepare"):
         tokens = lay_out_tokens(state, step)
-        seats = jnp.where(tokens.valid, tokens.seat, state.seen.shape[0])
-        state = state._replace(seen=state.seen.at[seats, tokens.ids].set(True, mode="drop"))
         placement = place_tokens(model, state, step, tokens, cache[0].keys.shape)
     hidden, cache = model(tokens.ids, tokens.position, cache, placement)
     last = jnp.maximum(step.query_start[1:] - 1, 0)
     logits = model.logits(hidden[last])
     with jax.named_scope("sample"):
-        rows = SamplingState(*(field[step.seats] for field in state.sampling))
+        sampling = SamplingState(*(field[step.seats] for field in state.sampling))
+        rows = Rows(sampling, step.seats, step.context_lens)
         choose = jax.shard_map(
-            partial(sample, backend=model.setting.backend),
+            sampler,
             mesh=model.setting.mesh,
             in_specs=REPLICATED,
             out_specs=REPLICATED,
             check_vma=False,
         )
-        sampled = choose(logits, rows, state.seen, step.seats, step.context_lens)
+        sampled = choose(logits, rows, state.history, state.tables)
         state = remember(state, step, sampled)
     bits = jax.lax.bitcast_convert_type(sampled.logprobs, jnp.int32)
-    return cache, state, jnp.stack([sampled.token_ids, bits])
+    result = StepResult(jnp.stack([sampled.token_ids, bits]), sampled.details.pack(), hidden)
+    return cache, state, result
 
 
 def apply_changes(state: DeviceState, step: StepInput) -> DeviceState:
@@ -94,9 +114,7 @@ def apply_changes(state: DeviceState, step: StepInput) -> DeviceState:
     seats = step.admitted_seats
     fields = zip(state.sampling, step.admitted, strict=True)
     sampling = SamplingState(*(old.at[seats].set(new) for old, new in fields))
-    # As a mask over all seats: a scatter of whole rows, most of them to the trash seat, takes 100 ms on a GPU.
-    fresh = jnp.zeros(state.seen.shape[0], jnp.bool_).at[step.fresh_seats].set(True)
-    return state._replace(block_table=table, sampling=sampling, seen=state.seen & ~fresh[:, None])
+    return state._replace(block_table=table, sampling=sampling)
 
 
 def tell_blocks(table: Int[Array, "seats max_blocks"], step: StepInput) -> Int[Array, "seats max_blocks"]:
@@ -146,6 +164,9 @@ def place_tokens(
 
 
 def remember(state: DeviceState, step: StepInput, sampled: Sample) -> DeviceState:
-    """Keeps each sampled token by seat: it is the input of the seat's next step."""
+    """Keeps each sampled token by seat: it is the input of the seat's next step, and counts from then on."""
     kept = jnp.where(step.samples, sampled.token_ids, state.last_token[step.seats])
-    return state._replace(last_token=state.last_token.at[step.seats].set(kept))
+    state = state._replace(last_token=state.last_token.at[step.seats].set(kept))
+    # A GPU would write the rows of one seat one after the other, for 100 ms: padding has no seat here.
+    seats = jnp.where(step.samples, step.seats, state.last_token.shape[0])
+    return note_tokens(state, seats, sampled.token_ids)

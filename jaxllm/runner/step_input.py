@@ -18,13 +18,13 @@ from jaxtyping import Array, Bool, Int
 
 from jaxllm.request import Request
 from jaxllm.runner.buckets import Bucket
-from jaxllm.runner.device_state import SamplingState
+from jaxllm.runner.device_state import Asks, SamplingState
 from jaxllm.sampling_params import MAX_SUPPRESSED_TOKEN_IDS
 from jaxllm.scheduling.plan import PlanRow, StepPlan
 
 SMALLEST, LARGEST = 1e-30, 1e30
-"""Bounds of positive sampling parameters on the device: what is beyond is as good, and would overflow in float32."""
-
+"""Bounds of the size of sampling parameters on the device: what is beyond is as good, and would overflow in float32."""
+FLOAT_FIELDS = ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
 
 ADMITTED_BLOCKS = 4096
 """16 KiB of a step's input."""
@@ -57,8 +57,6 @@ class StepInput(NamedTuple):
     """Index in the row's block table of the first of them."""
     new_blocks: Int[Array, " changes"]
     admitted_seats: Int[Array, " admissions"]
-    fresh_seats: Int[Array, " admissions"]
-    """Those whose requests begin with their first token, so that none was seen before."""
     admitted: SamplingState
     """Rows of sampling state for the admitted seats."""
 
@@ -104,11 +102,7 @@ class StepLayout:
             "first_block": (rows,),
             "new_blocks": (changes,),
             "admitted_seats": (admissions,),
-            "fresh_seats": (admissions,),
-            "temperature": (admissions,),
-            "top_p": (admissions,),
-            "top_k": (admissions,),
-            "repetition_penalty": (admissions,),
+            **dict.fromkeys((*FLOAT_FIELDS, "top_k", "asks"), (admissions,)),
             "key": (admissions, 2),
             "min_len": (admissions,),
             "stop_ids": (admissions, MAX_SUPPRESSED_TOKEN_IDS),
@@ -123,7 +117,7 @@ class StepLayout:
         """Int32 [size]: the plan, padded to the bucket."""
         packed = np.zeros(self.size, np.int32)
         views = _views(self.sections, packed)
-        views["seats"][:] = views["admitted_seats"][:] = views["fresh_seats"][:] = self.trash_seat
+        views["seats"][:] = views["admitted_seats"][:] = self.trash_seat
         views["stop_ids"][:] = self.vocab_size
         # The trash seat asks for nothing, so that padding rows do not make a step sample.
         views["top_p"][:] = views["repetition_penalty"][:] = np.float32(1).view(np.int32)
@@ -131,15 +125,13 @@ class StepLayout:
         _pack_new_blocks(plan, views)
         for index, row in enumerate(row for row in plan.rows if row.admitted):
             views["admitted_seats"][index] = row.seat
-            if row.start == 0:
-                views["fresh_seats"][index] = row.seat
             _pack_sampling(row.request, views, index, self.vocab_size)
         return packed
 
     def unpack(self, packed: Int[Array, " size"]) -> StepInput:
         """The sections again, inside the compiled step."""
         parts = _views(self.sections, packed)
-        for name in ("temperature", "top_p", "repetition_penalty"):
+        for name in FLOAT_FIELDS:
             parts[name] = jax.lax.bitcast_convert_type(parts[name], jnp.float32)
         parts["key"] = jax.lax.bitcast_convert_type(parts["key"], jnp.uint32)
         parts["samples"], parts["pending"] = parts["samples"] != 0, parts["pending"] != 0
@@ -189,9 +181,11 @@ def _pack_new_blocks(plan: StepPlan, views: dict[str, np.ndarray]) -> None:
 def _pack_sampling(request: Request, views: dict[str, np.ndarray], index: int, vocab_size: int) -> None:
     """Users may give any number: one that is too large for the device becomes the largest that makes sense."""
     params = request.params
-    for name in ("temperature", "top_p", "repetition_penalty"):
+    for name in FLOAT_FIELDS:
         value = getattr(params, name)
-        views[name][index] = np.float32(min(max(value, SMALLEST), LARGEST) if value else 0).view(np.int32)
+        size = min(max(abs(value), SMALLEST), LARGEST) if value else 0
+        views[name][index] = np.float32(-size if value < 0 else size).view(np.int32)
+    views["asks"][index] = Asks.of(params)
     views["top_k"][index] = min(max(params.top_k, 0), vocab_size)
     views["key"][index] = np.array([request.seed >> 32 & 0xFFFFFFFF, request.seed & 0xFFFFFFFF], np.uint32).view(
         np.int32

@@ -201,7 +201,8 @@ class KVManager:
         # Of a parent that was preempted, parts may be computed only now, too late to be copied in this step.
         if parent is not None and parent.seat is not None and parent.num_preemptions + request.num_preemptions == 0:
             return self._fork(parent, request)
-        if not self._enable_prefix_caching:
+        # What is to be scored of a prompt has to be computed.
+        if not self._enable_prefix_caching or request.prompt_details is not None:
             return Shared([], 0)
         num_most = (request.num_tokens - 1) // self.block_size
         block_ids: list[int] = []

@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from jaxllm.outputs import TokenDetails
 from jaxllm.request import Request
 
 
@@ -70,6 +71,15 @@ class StepPlan:
         return bool(self.rows)
 
 
+class PromptDetails(NamedTuple):
+    """What a step found out about tokens of a row's prompt."""
+
+    row: int
+    position: int
+    """Of the first of them, in the prompt."""
+    details: list[TokenDetails]
+
+
 @dataclass(frozen=True)
 class StepOutput:
     """What a plan's steps sampled, aligned with its rows: `num_steps` tokens of each.
@@ -79,3 +89,7 @@ class StepOutput:
 
     token_ids: list[list[int]] = field(default_factory=list)
     logprobs: list[list[float]] = field(default_factory=list)
+    details: dict[int, list[TokenDetails]] = field(default_factory=dict)
+    """Of the tokens of rows that ask for them."""
+    prompts: list[PromptDetails] = field(default_factory=list)
+    """Of prompts that are to be scored."""

@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import heapq
 import sys
+import time
 from collections import deque
 from dataclasses import dataclass
 
@@ -235,6 +236,7 @@ class Scheduler:
         self.running[request.request_id] = request
         if request.num_preemptions == 0:
             request.num_cached = request.num_computed
+            request.first_scheduled_time = time.monotonic()
         if request.children:
             self._forks.watch(request)
 
