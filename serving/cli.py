@@ -28,6 +28,12 @@ EXIT_CODES = (
     "2 a flag, a value or an input is wrong; 130 stopped with Ctrl-C."
 )
 
+EXTRAS = {
+    **dict.fromkeys(("starlette", "uvicorn", "pydantic", "prometheus_client", "msgspec"), "serve"),
+    **dict.fromkeys(("aiohttp", "matplotlib"), "bench"),
+}
+"""Packages that only some commands need, and what installs them."""
+
 _MAX_MESSAGE_LINES = 15
 _OUT_OF_MEMORY = (
     "There is not enough memory. What needs less: a lower --max-model-len, --max-num-seqs or --kv-cache-memory-bytes, "
@@ -79,6 +85,9 @@ def _run(command: AnyCommand) -> int:
     except ValueError as error:
         _report(error, str(error), command.debug)
         return USER_ERROR
+    except ModuleNotFoundError as error:
+        _report(error, _describe_missing(error), command.debug)
+        return OUTSIDE_ERROR
     except (DownloadError, OSError) as error:
         _report(error, str(error), command.debug)
         return OUTSIDE_ERROR
@@ -93,6 +102,13 @@ def _report(error: Exception, message: str, debug: bool) -> None:
         traceback.print_exception(error)
     console = Console(stderr=True, highlight=False)
     console.print(Text.assemble(("error: ", "bold red"), message), soft_wrap=True)
+
+
+def _describe_missing(error: ModuleNotFoundError) -> str:
+    extra = EXTRAS.get((error.name or "").split(".")[0])
+    if extra is None:
+        return _describe_unexpected(error)
+    return f"this command needs the package {error.name}: pip install 'jaxllm[{extra}]'"
 
 
 def _describe_unexpected(error: Exception) -> str:

@@ -6,6 +6,7 @@ and then the command fails.
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from jaxllm.serving.cli_commands import (
     BenchAll,
     BenchKernels,
     BenchLatency,
+    BenchServe,
     BenchStartup,
     BenchThroughput,
     EngineFlags,
@@ -69,12 +71,22 @@ def _all(command: BenchAll) -> Report:
     return runs.report_all(_fields(command.engine), command.latency, command.throughput)
 
 
+def _serve(command: BenchServe) -> Report:
+    # Both need packages that no other benchmark does: a missing one is known before anything is measured.
+    plot = importlib.import_module("jaxllm.bench.plot").plot_serve if command.plot is not None else None
+    report = importlib.import_module("jaxllm.bench.serve").report_serve(command.url, command.load.make_settings())
+    if command.plot is not None and plot is not None:
+        plot(report, Path(command.plot))
+    return report
+
+
 _RUNNERS: Mapping[type, Callable[[Any], Report]] = {
     BenchLatency: _latency,
     BenchThroughput: _throughput,
     BenchStartup: _startup,
     BenchKernels: _kernels,
     BenchAll: _all,
+    BenchServe: _serve,
 }
 
 

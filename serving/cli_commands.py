@@ -16,13 +16,15 @@ from jaxllm.bench.settings import (
     Extent,
     KernelSettings,
     LatencySettings,
+    ServeSettings,
     StartupSettings,
     ThroughputSettings,
     WorkloadName,
 )
-from jaxllm.config import ENGINE_TOPICS, EngineConfig
+from jaxllm.config import ENGINE_TOPICS, DType, EngineConfig, LoadFormat
 from jaxllm.sampling_params import SAMPLING_TOPICS, RequestOutputKind, SamplingParams
-from jaxllm.serving.cli_flags import by_topic, commas, get_fields
+from jaxllm.serving.cli_flags import by_topic, commas, get_fields, pairs
+from jaxllm.serving.server_settings import SERVER_TOPICS, ServerSettings
 
 
 @dataclass(frozen=True)
@@ -30,6 +32,8 @@ class EngineFlags(EngineConfig):
     """How the model is loaded and run."""
 
     model: Annotated[Positional[str], arg(metavar="MODEL")]
+    # Functions have no flag; where to import them from has. Given once per value, as a list would swallow prompts.
+    logits_processors: Annotated[UseAppendAction[tuple[str, ...]], arg(metavar="MODULE:FUNCTION")] = ()
 
     def __post_init__(self) -> None:
         """No check here, where the message would name tyro's insides: `make_config` checks."""
@@ -48,6 +52,9 @@ class SamplingFlags(SamplingParams):
     # Given once per value: a flag that takes many values would swallow the prompts behind it.
     stop: UseAppendAction[tuple[str, ...]] = ()
     stop_token_ids: UseAppendAction[tuple[int, ...]] = ()
+    bad_words: UseAppendAction[tuple[str, ...]] = ()
+    allowed_token_ids: Annotated[tuple[int, ...] | None, commas(int)] = None
+    logit_bias: Annotated[dict[int, float] | None, pairs(int, float, "TOKEN:BIAS")] = None
     # A matter between the engine and its caller, which is the command.
     output_kind: Suppress[RequestOutputKind] = RequestOutputKind.CUMULATIVE
 
@@ -63,6 +70,22 @@ class ChatSamplingFlags(SamplingFlags):
     """How an answer is sampled and when it ends."""
 
     max_tokens: int | None = 512
+
+
+@dataclass(frozen=True)
+class ServerFlags(ServerSettings):
+    """How the server is reached, and what it takes."""
+
+    # Given once per value: a flag that takes many values would swallow the model behind it.
+    served_model_name: Annotated[UseAppendAction[tuple[str, ...]], arg(metavar="NAME")] = ()
+    api_key: Annotated[UseAppendAction[tuple[str, ...]], arg(metavar="KEY")] = ()
+    allowed_origins: Annotated[UseAppendAction[tuple[str, ...]], arg(metavar="ORIGIN")] = ()
+
+    def __post_init__(self) -> None:
+        """No check here, where the message would name tyro's insides: `make_settings` checks."""
+
+    def make_settings(self) -> ServerSettings:
+        return ServerSettings(**get_fields(self))
 
 
 @dataclass(frozen=True)
@@ -107,6 +130,20 @@ class KernelFlags(KernelSettings):
 
 
 @dataclass(frozen=True)
+class LoadFlags(ServeSettings):
+    """What is sent, and how fast."""
+
+    concurrency: Annotated[tuple[int, ...], commas(int)] = ServeSettings.concurrency
+    request_rate: Annotated[tuple[float, ...], commas(float, metavar="R")] = ServeSettings.request_rate
+
+    def __post_init__(self) -> None:
+        """No check here, where the message would name tyro's insides: `make_settings` checks."""
+
+    def make_settings(self) -> ServeSettings:
+        return ServeSettings(**get_fields(self))
+
+
+@dataclass(frozen=True)
 class ThroughputSizes(ThroughputSettings):
     """How large the workloads are."""
 
@@ -116,6 +153,7 @@ class ThroughputSizes(ThroughputSettings):
 
 Engine = Annotated[EngineFlags, arg(name="", constructor=by_topic(EngineFlags, ENGINE_TOPICS))]
 Sampling = Annotated[SamplingFlags, arg(name="", constructor=by_topic(SamplingFlags, SAMPLING_TOPICS))]
+Server = Annotated[ServerFlags, arg(name="", constructor=by_topic(ServerFlags, SERVER_TOPICS))]
 Files = Annotated[FileFlags, arg(name="", constructor=by_topic(FileFlags, {"input and output": "input"}))]
 Latency = Annotated[LatencyFlags, arg(name="", constructor=by_topic(LatencyFlags, {"latency": "rows"}))]
 Throughput = Annotated[
@@ -124,6 +162,7 @@ Throughput = Annotated[
 Workloads = Annotated[ThroughputSizes, arg(name="", constructor=by_topic(ThroughputSizes, {"workloads": "workload"}))]
 Startup = Annotated[StartupSettings, arg(name="", constructor=by_topic(StartupSettings, {"startup": "rounds"}))]
 Kernels = Annotated[KernelFlags, arg(name="", constructor=by_topic(KernelFlags, {"kernels": "decode"}))]
+Load = Annotated[LoadFlags, arg(name="", constructor=by_topic(LoadFlags, {"load": "concurrency"}))]
 ChatSampling = Annotated[ChatSamplingFlags, arg(name="", constructor=by_topic(ChatSamplingFlags, SAMPLING_TOPICS))]
 
 
@@ -157,6 +196,40 @@ class Chat(_Command):
     engine: Engine
     system: Annotated[str | None, arg(metavar="TEXT", help_behavior_hint="")] = None
     """Instructions that the conversation begins with."""
+
+
+@dataclass(frozen=True)
+class Serve(_Command):
+    """Serve a model over HTTP, as OpenAI's clients expect it.
+
+    Example: jaxllm serve smollm2-135m-instruct --port 8000
+    """
+
+    server: Server
+    engine: Engine
+
+
+@dataclass(frozen=True)
+class Convert(_Command):
+    """Write a model to a folder that any number of devices loads fast, each only its part (Orbax's format).
+
+    Example: jaxllm convert smollm2-135m-instruct models/smollm2 --dtype bfloat16
+    """
+
+    model: Annotated[Positional[str], arg(metavar="MODEL")]
+    """Short name, GGUF file, Hugging Face folder, or hub id."""
+    output: Annotated[Positional[str], arg(metavar="OUT")]
+    """Folder to make. It is then a MODEL."""
+    dtype: DType = "auto"
+    """Type of the weights. auto: the checkpoint's, which is float32 if it is quantised."""
+    load_format: LoadFormat = "auto"
+    """dummy: the weights are random, and MODEL may be a shape that is built in."""
+    seed: int = 0
+    """Seed of random weights."""
+    device: Annotated[str | None, arg(help_behavior_hint="")] = None
+    """Where the model lies meanwhile, as "cpu" or "cuda:0"; by default what JAX finds first."""
+    tensor_parallel_size: int = 1
+    """Number of devices it is split over meanwhile. What is written does not depend on it."""
 
 
 @dataclass(frozen=True)
@@ -250,7 +323,22 @@ class BenchAll(_Benchmark):
     engine: Engine
 
 
-type AnyBenchmark = BenchLatency | BenchThroughput | BenchStartup | BenchKernels | BenchAll
+@dataclass(frozen=True)
+class BenchServe(_Benchmark):
+    """Percentiles of TTFT, TPOT, ITL and E2E of a server that runs, and its output tokens per second. JAXLLM_API_KEY
+    holds the key, if it wants one.
+
+    Example: jaxllm bench serve http://localhost:8000 --concurrency 1,64 --json - --plot serve.png
+    """
+
+    load: Load
+    url: Annotated[Positional[str], arg(metavar="URL")]
+    """Address of a server with OpenAI's completions."""
+    plot: Annotated[str | None, arg(metavar="FILE", help_behavior_hint="")] = None
+    """File to draw the figures into, as serve.png."""
+
+
+type AnyBenchmark = BenchLatency | BenchThroughput | BenchStartup | BenchKernels | BenchAll | BenchServe
 
 Benchmark = (
     Annotated[BenchLatency, subcommand("latency")]
@@ -258,12 +346,13 @@ Benchmark = (
     | Annotated[BenchStartup, subcommand("startup")]
     | Annotated[BenchKernels, subcommand("kernels")]
     | Annotated[BenchAll, subcommand("all")]
+    | Annotated[BenchServe, subcommand("serve")]
 )
 
 
 @dataclass(frozen=True)
 class Bench:
-    """Measure speed: of steps, of whole batches, of starting, of kernels.
+    """Measure speed: of steps, of whole batches, of starting, of kernels, of a server.
 
     No model file is needed: --load-format dummy makes random weights in the shape of a known model.
 
@@ -277,12 +366,14 @@ class Bench:
         return self.benchmark.debug
 
 
-type AnyCommand = Generate | Chat | Bench | Pull | Models | Env
+type AnyCommand = Generate | Chat | Serve | Bench | Convert | Pull | Models | Env
 
 Command = (
     Annotated[Generate, subcommand("generate")]
     | Annotated[Chat, subcommand("chat")]
+    | Annotated[Serve, subcommand("serve")]
     | Annotated[Bench, subcommand("bench")]
+    | Annotated[Convert, subcommand("convert")]
     | Annotated[Pull, subcommand("pull")]
     | Annotated[Models, subcommand("models")]
     | Annotated[Env, subcommand("env")]
@@ -291,7 +382,9 @@ Command = (
 MODULES: dict[type, str] = {
     Generate: "jaxllm.serving.cli_generate",
     Chat: "jaxllm.serving.cli_chat",
+    Serve: "jaxllm.serving.cli_serve",
     Bench: "jaxllm.serving.cli_bench",
+    Convert: "jaxllm.serving.cli_convert",
     Pull: "jaxllm.serving.cli_pull",
     Models: "jaxllm.serving.cli_models",
     Env: "jaxllm.serving.cli_env",

@@ -51,8 +51,32 @@ def commas(parse: Callable[[str], Any], metavar: str = "N") -> PrimitiveConstruc
         nargs=1,
         metavar=f"{metavar}[,{metavar}...]",
         instance_from_str=lambda words: tuple(parse(text) for text in words[0].split(",")),
-        is_instance=lambda value: isinstance(value, tuple),
-        str_from_instance=lambda values: [",".join(map(str, values))],
+        is_instance=lambda value: isinstance(value, tuple | None),
+        str_from_instance=lambda values: [str(values) if values is None else ",".join(map(str, values))],
+    )
+
+
+def pairs(
+    key: Callable[[str], Any], value: Callable[[str], Any], metavar: str
+) -> PrimitiveConstructorSpec[dict[Any, Any]]:
+    """A flag of several named values in one word, "5:1.5,17:-2".
+
+    Args:
+        key: makes the name of its text; ValueError is a mistake of who typed it.
+        value: likewise.
+        metavar: what stands for one pair in help.
+    """
+
+    def parse(words: list[str]) -> dict[Any, Any]:
+        parts = (word.partition(":") for word in words[0].split(","))
+        return {key(name): value(text) for name, _, text in parts}
+
+    return PrimitiveConstructorSpec(
+        nargs=1,
+        metavar=f"{metavar}[,{metavar}...]",
+        instance_from_str=parse,
+        is_instance=lambda value: isinstance(value, dict | None),
+        str_from_instance=lambda value: [str(value)],
     )
 
 

@@ -12,7 +12,7 @@ import time
 from collections.abc import Sequence
 
 from jaxllm import LLM
-from jaxllm.engine.engine import Prompt
+from jaxllm.engine.request_maker import Prompt
 from jaxllm.outputs import RequestOutput
 from jaxllm.sampling_params import SamplingParams
 from jaxllm.serving.cli_commands import Generate

@@ -5,6 +5,7 @@ The invariant: a row of JSONL holds what was asked as it was asked (prompt or me
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import sys
 from collections.abc import Iterator, Sequence
@@ -81,9 +82,23 @@ def _make_record(index: int, row: PromptRow, output: RequestOutput, answer: Comp
         "token_ids": answer.token_ids,
         "finish_reason": answer.finish_reason,
         "stop_reason": answer.stop_reason,
+        **_make_logprobs(output, answer),
         "usage": {
             "prompt_tokens": num_prompt,
             "completion_tokens": num_answer,
             "total_tokens": num_prompt + num_answer,
         },
+    }
+
+
+def _make_logprobs(output: RequestOutput, answer: CompletionOutput) -> dict[str, Any]:
+    """For each token a list of candidates, itself first; nothing for a request that does not ask."""
+    asked = {"logprobs": answer.logprobs, "prompt_logprobs": output.prompt_logprobs if answer.index == 0 else None}
+    return {
+        name: [
+            None if found is None else [{"token_id": token, **dataclasses.asdict(one)} for token, one in found.items()]
+            for found in positions
+        ]
+        for name, positions in asked.items()
+        if positions is not None
     }
