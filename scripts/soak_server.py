@@ -32,6 +32,7 @@ MAX_SLOPE = 1.0
 MIN_SECONDS_FOR_SLOPE = 60
 WARM_UP_SHARE = 0.3
 START_SECONDS = 300
+NUM_PROMPTS = 500
 KINDS = {"stream": 60, "whole": 10, "abort": 10, "leave": 12, "refused": 8}
 """What a client does, and how often of 100 times."""
 REFUSED: tuple[tuple[bytes, int], ...] = (
@@ -56,6 +57,9 @@ class Soak:
         self._session = session
         self._url = url
         self._random = random.Random(seed)
+        # A tokenizer remembers some thousand words: with new ones all the time, that looks like a leak for minutes.
+        lengths = [self._random.randint(1, 60) for _ in range(NUM_PROMPTS)]
+        self._prompts = ["".join(self._random.choices("abcdefgh \n", k=length)) for length in lengths]
 
     async def work(self, until: float) -> None:
         """One client."""
@@ -72,8 +76,11 @@ class Soak:
             return await response.json()
 
     def _body(self, **fields: Any) -> dict[str, Any]:
-        prompt = "".join(self._random.choices("abcdefgh \n", k=self._random.randint(1, 60)))
-        body = {"prompt": prompt, "max_tokens": self._random.randint(1, 40), "ignore_eos": True}
+        body = {
+            "prompt": self._random.choice(self._prompts),
+            "max_tokens": self._random.randint(1, 40),
+            "ignore_eos": True,
+        }
         return body | {"temperature": self._random.choice([0, 1])} | fields
 
     async def _whole(self) -> None:

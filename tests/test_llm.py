@@ -236,7 +236,7 @@ BAD_FIELDS = {
     "cache too small": ({"num_gpu_blocks_override": 5}, ValueError, "lower max_model_len to at most 64"),
     "bytes too few": ({"kv_cache_memory_bytes": 1000}, ValueError, "raise kv_cache_memory_bytes"),
     "budget": ({"max_num_seqs": 8, "max_num_batched_tokens": 4}, ValueError, "max_num_batched_tokens=4 is below"),
-    "tensor_parallel_size": ({"tensor_parallel_size": 2}, ValueError, "use 1 or 3"),
+    "tensor_parallel_size": ({"tensor_parallel_size": 4}, ValueError, "this model works with 1, 2, 3"),
     "too many devices": ({"tensor_parallel_size": 9}, ValueError, "needs 9 devices"),
     "device": ({"device": "cuda:0"}, ValueError, "device='cuda:0' is not available"),
     "dtype": ({"dtype": "int4"}, ValueError, "dtype='int4' is unknown"),
