@@ -52,13 +52,23 @@ def _operation(one: Endpoint, schemas: _Schemas) -> dict[str, Any]:
         operation["requestBody"] = {"required": True, "content": content}
     success: dict[str, Any] = {one.media_type: {"schema": schemas.of(one.response)}}
     if one.chunk is not None:
-        success["text/event-stream"] = {"schema": {"type": "string"}}
+        success["text/event-stream"] = {"schema": _event_schema(schemas.of(one.chunk))}
     responses = {"200": {"description": "Success", "content": success}}
     statuses = {*_EVERYWHERE, *one.statuses, *(_WITH_BODY if one.request is not None else ())}
     for status in sorted(statuses):
         error = {"application/json": {"schema": schemas.of(ErrorBody)}}
         responses[str(status)] = {"description": HTTPStatus(status).phrase, "content": error}
     return operation | {"responses": responses}
+
+
+def _event_schema(chunk: dict[str, Any]) -> dict[str, Any]:
+    """Of one server-sent event."""
+    part = {"type": "string", "contentMediaType": "application/json", "contentSchema": chunk}
+    data = {
+        "anyOf": [{"const": "[DONE]"}, part],
+        "description": "A part of the answer, or an error; [DONE] is the last.",
+    }
+    return {"type": "object", "required": ["data"], "properties": {"data": data}}
 
 
 class _Schemas:
