@@ -144,8 +144,12 @@ class Scheduler:
         for row, token_ids, logprobs in zip(plan.rows, output.token_ids, output.logprobs, strict=True):
             request = row.request
             if row.samples and request.finish_reason is None:
-                count = self._take_in(request, token_ids[: row.num_steps], logprobs)
-                new, new_logprobs = tuple(token_ids[:count]), tuple(logprobs[:count])
+                if row.num_steps < len(token_ids):
+                    token_ids = token_ids[: row.num_steps]
+                count = self._take_in(request, token_ids, logprobs)
+                if count < len(logprobs):
+                    token_ids, logprobs = token_ids[:count], logprobs[:count]
+                new, new_logprobs = tuple(token_ids), tuple(logprobs)
                 reason, stop_reason = request.finish_reason, request.stop_reason
                 # By position: keywords would double the time.
                 outputs.append(
