@@ -60,7 +60,7 @@ class Observed:
         try:
             await self._app(scope, receive, send_with_id)
         except ClientGone:
-            pass
+            pass  # nobody is left to answer; the status says so in the log and the metrics
         except Exception as error:
             if status is not CLIENT_GONE:  # it broke off
                 raise

@@ -10,24 +10,13 @@ import numpy as np
 import pytest
 from jax._src import xla_bridge
 from jax.sharding import Mesh, PartitionSpec
+from many_heads import MODEL
 
-from jaxllm.config import EngineConfig, ModelConfig
+from jaxllm.config import EngineConfig
 from jaxllm.models.layers import Setting
 from jaxllm.models.parameters import define_model
 from jaxllm.parallel.mesh import MEMORY_FRACTIONS, TENSOR_AXIS, make_mesh, prepare_devices
 from jaxllm.parallel.sharding import named_sharding, partition_spec, replicated
-
-MODEL = ModelConfig(
-    family="llama",
-    vocab_size=60,
-    hidden_size=32,
-    num_layers=2,
-    num_heads=18,
-    num_kv_heads=6,
-    head_dim=16,
-    intermediate_size=48,
-    max_position_embeddings=64,
-)
 
 
 def mesh_of(device=None, size=1):

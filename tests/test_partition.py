@@ -8,25 +8,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import Mesh
+from many_heads import MODEL
 
-from jaxllm.config import ModelConfig
 from jaxllm.models.expansion import Expansion, stored_specs
 from jaxllm.models.layers import Setting
 from jaxllm.models.parameters import define_model
 from jaxllm.parallel.mesh import TENSOR_AXIS
 from jaxllm.parallel.partition import EMPTY, place_heads, split_over
-
-MODEL = ModelConfig(
-    family="llama",
-    vocab_size=60,
-    hidden_size=32,
-    num_layers=2,
-    num_heads=18,
-    num_kv_heads=6,
-    head_dim=16,
-    intermediate_size=48,
-    max_position_embeddings=64,
-)
 
 
 def model_with(num_heads, num_kv_heads, **fields):
