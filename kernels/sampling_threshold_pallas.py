@@ -314,7 +314,7 @@ def _choose_kernel(
         values = plt.load(members.at[row, place], mask=exists, other=-jnp.inf)
         order = order_bits(values)
         mass = jnp.where(exists, jnp.exp((values - peak) * inverse_temperature[row]), 0.0)
-        ones = jnp.where(exists, 1.0, 0.0)
+        ones = exists.astype(jnp.float32)
 
         def search(low, high, above, target, weights):
             """The largest t in [low, high] such that what is not below it has the target's weight; else `low`."""
@@ -332,6 +332,6 @@ def _choose_kernel(
         target = share * jnp.where(total <= CAPACITY, kept, masses_kept[row])
         is_next = (kind == COUNT) & (share < 1) & (found < top)
         is_here = is_next & (high == top)
-        out_kinds[row] = jnp.where(is_next & (high < top), MASS, NOTHING)
+        out_kinds[row] = (is_next & (high < top)).astype(jnp.int32) * MASS
         out_lows[row] = search(found, jnp.where(is_here, top, found), 0.0, target, mass)
         out_targets[row] = target

@@ -1,7 +1,7 @@
 """Who adds up what the devices of a mesh computed: compiler options for GPUs.
 
 XLA's own kernels take less time for small sums but cannot be captured: a CUDA graph ends before each of them. NCCL's
-can, so that a whole step is one graph. Invariant: NVLink multicast is never asked for.
+can, so that a whole step is one graph, but not in a loop. Invariant: NVLink multicast is never asked for.
 """
 
 from __future__ import annotations
@@ -23,5 +23,5 @@ def with_all_reduce(options: Mapping[str, str], mesh: Mesh, *, nccl: bool) -> di
     """
     if not nccl or mesh.size == 1 or mesh.devices.flat[0].platform == "cpu":
         return dict(options)
-    graphs = options.get(GRAPHS)
-    return {**options, KERNELS: "", **({GRAPHS: f"{graphs},COLLECTIVES"} if graphs else {})}
+    graphs = [kind for kind in options.get(GRAPHS, "").split(",") if kind and kind != "WHILE"]
+    return {**options, KERNELS: "", GRAPHS: ",".join([*graphs, "COLLECTIVES"] if graphs else [])}

@@ -53,7 +53,8 @@ GRAPHS = "FUSION,CUBLAS,CUBLASLT,CUDNN,CUSTOM_CALL,CONDITIONAL,DYNAMIC_SLICE_FUS
 GRAPH_OPTIONS = {"gpu": {"xla_gpu_enable_command_buffer": GRAPHS}}
 """XLA's own choice, and loops: several steps are one CUDA graph."""
 GPU_STEPS = 4
-"""Most steps of a call on a GPU, by default: a host that is four times too slow still keeps up."""
+"""Most steps of a call on a GPU, by default: a host that is four times too slow still keeps up. Not with NCCL, whose
+sums cannot be captured in a loop: a loop that is no graph waits for the host after every step."""
 PROBED_LAYERS = 8
 """Layers use each other's temporaries: those of a few are those of all."""
 
@@ -206,7 +207,8 @@ class ModelRunner:
         self.ladder = make_ladder(config.max_num_seqs, config.max_num_batched_tokens, self.platform)
         self.block_size = block_size
         # Not more than a block has tokens: a row then begins one new block in a call at the most.
-        default_steps = 1 if self.platform == "cpu" else GPU_STEPS
+        has_loops = self.platform != "cpu" and not (self.mesh.size > 1 and config.disable_custom_all_reduce)
+        default_steps = GPU_STEPS if has_loops else 1
         self.max_steps = min(config.num_scheduler_steps or default_steps, block_size)
         self.max_blocks = -(-max_model_len // block_size)
 
