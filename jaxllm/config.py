@@ -20,8 +20,12 @@ DType = Literal["auto", "float32", "bfloat16", "float16"]
 AttentionBackend = Literal["auto", "xla", "pallas"]
 LoadFormat = Literal["auto", "dummy"]
 GenerationDefaults = Literal["auto", "none"]
+SCHEDULING_POLICIES = ("fcfs", "priority", "sjf", "dynamic")
+PreemptionVictim = Literal["last_joined", "least_progress", "lowest_priority"]
+PreemptionMode = Literal["auto", "swap", "recompute"]
 ITEMSIZES = {"float32": 4, "bfloat16": 2, "float16": 2}
 """Bytes of a number, by the name of its type."""
+DEFAULT_SWAP_GIB = 4  # vLLM's
 MAY_BE_AUTO = ("max_model_len", "block_size")
 
 ENGINE_TOPICS = {
@@ -64,6 +68,10 @@ class EngineConfig:
     """Functions that all logits go through before a token is chosen: pure ones of JAX, from float32 [rows, vocab] to
     the like, or where to import them from, as package.module:function."""
 
+    max_logprobs: int = 20
+    """Most tokens whose log-probabilities a request may ask for at a position (`logprobs`, `prompt_logprobs`); -1 is no
+    limit. More than 20 of them come from a program of their own, one step a call."""
+
     max_model_len: int | Literal["auto"] | None = None
     """Longest prompt plus output of one request, in tokens; by default the checkpoint's context length. auto: what
     fits into memory, if that is less."""
@@ -76,7 +84,15 @@ class EngineConfig:
     num_gpu_blocks_override: int | None = None
     """Number of K/V cache blocks, instead of a number derived from memory."""
     enable_prefix_caching: bool = True
-    """Keep the K/V of finished requests until memory is needed: prompts that begin alike compute the beginning once."""
+    """Keep K/V of finished requests until memory is needed, the least recently used go first: what prompts begin with
+    in common is computed once."""
+
+    swap_space: float | None = None
+    """GiB of host memory per device for K/V: of preempted requests, and of cached blocks that the device has no room
+    for; by default 4 on a GPU and none on a CPU, where the K/V cache is in the same memory: enlarge that instead."""
+    preemption_mode: PreemptionMode = "auto"
+    """What becomes of a preempted request's K/V. swap: they go to host memory while there is room. recompute: they are
+    computed again. auto: what takes less time, as measured at the start (with enforce_eager, which does not: recompute)."""
 
     max_num_seqs: int | None = None
     """Most requests running at once; by default 256 on a GPU, 16 on a CPU."""
@@ -87,6 +103,16 @@ class EngineConfig:
     num_scheduler_steps: int | None = None
     """Most decode steps that one call does on the device while nobody waits and the host is slower than the device;
     by default 4 on a GPU, 1 on a CPU."""
+    long_prefill_token_threshold: int = 0
+    """Prompts with more tokens than this to compute get this many together in a step, in chunks, so that answers under
+    way wait for one chunk at the most; 0 is no limit but max_num_batched_tokens."""
+    scheduling_policy: Any = "fcfs"
+    """Who of the waiting is next: fcfs (who came first), priority (lowest `priority` of a request, which may preempt
+    others), sjf (shortest job first, with ageing), dynamic (priority, waiting time and size under pressure); or an
+    AdmissionOrder of one's own, or where to find its class, as package.module:Class."""
+    preemption_victim: PreemptionVictim | None = None
+    """Who has to go, with all of its blocks, if they run short: last_joined, least_progress (fewest tokens computed) or
+    lowest_priority; by default the last, where the policy heeds priority, else the first."""
 
     device: str | None = None
     """Platform and first device, as "cuda", "cuda:0" or "cpu"; by default what JAX finds first."""
@@ -105,6 +131,8 @@ class EngineConfig:
     def __post_init__(self) -> None:
         self._check_counts()
         self._check_processors()
+        self._check_scheduling()
+        self._check_swapping()
         share = self.gpu_memory_utilization
         if isinstance(share, bool) or not isinstance(share, int | float) or not 0 < share <= 1:
             raise ValueError(
@@ -118,6 +146,7 @@ class EngineConfig:
             ("load_format", LoadFormat.__args__),
             ("generation_config", GenerationDefaults.__args__),
             ("attention_backend", AttentionBackend.__args__),
+            ("preemption_mode", PreemptionMode.__args__),
         ):
             if getattr(self, name) not in choices:
                 raise ValueError(f"{name}={getattr(self, name)!r} is unknown: use one of {', '.join(choices)}")
@@ -136,6 +165,32 @@ class EngineConfig:
         for one in self.logits_processors:
             if not isinstance(one, str) and not callable(one):
                 raise ValueError(f"logits_processors has {one!r}: use functions, or texts as 'package.module:function'")
+
+    def _check_scheduling(self) -> None:
+        policy, victim = self.scheduling_policy, self.preemption_victim
+        if policy is None or (isinstance(policy, str) and policy not in SCHEDULING_POLICIES and ":" not in policy):
+            raise ValueError(
+                f"scheduling_policy={policy!r} is unknown: use {', '.join(SCHEDULING_POLICIES)}, an AdmissionOrder, "
+                "or 'package.module:Class'"
+            )
+        if victim is not None and victim not in PreemptionVictim.__args__:
+            raise ValueError(
+                f"preemption_victim={victim!r} is unknown: use one of {', '.join(PreemptionVictim.__args__)}"
+            )
+        for name, no_limit in (("long_prefill_token_threshold", 0), ("max_logprobs", -1)):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int) or value < no_limit:
+                raise ValueError(f"{name}={value!r} has to be a whole number, {no_limit} for no limit")
+
+    def _check_swapping(self) -> None:
+        space, mode = self.swap_space, self.preemption_mode
+        is_number = isinstance(space, int | float) and not isinstance(space, bool)
+        if space is not None and not (is_number and 0 <= space < float("inf")):
+            raise ValueError(f"swap_space={space!r} is not an amount of memory: use GiB per device, or 0 for none")
+        if mode == "swap" and space == 0:
+            raise ValueError(
+                "preemption_mode='swap' needs host memory, and swap_space=0 gives none: raise it, or use 'auto'"
+            )
 
     def _check_counts(self) -> None:
         optional = {item.name for item in dataclasses.fields(self) if item.default is None}
@@ -171,6 +226,7 @@ class EngineConfig:
         resolved = dataclasses.replace(
             self,
             dtype=dtype,
+            swap_space=(0 if on_cpu else DEFAULT_SWAP_GIB) if self.swap_space is None else self.swap_space,
             block_size=self._choose_block_size(model, dtype) if self.block_size == "auto" else self.block_size,
             max_model_len=self.max_model_len or model.max_position_embeddings,
             max_num_seqs=max_num_seqs,
@@ -327,8 +383,17 @@ class CacheSize:
     """Device blocks, block 0 (the null block that padding points at) included."""
     block_size: int
     """Tokens per block."""
+    host_chunks: int = 0
+    """Chunks of host memory that blocks can be copied to."""
+    chunk_blocks: int = 1
+    """Blocks in a chunk, which is what one transfer moves."""
 
     @property
     def num_tokens(self) -> int:
         """Tokens the blocks that requests can own hold together."""
         return (self.num_blocks - 1) * self.block_size
+
+    @property
+    def chunk_tokens(self) -> int:
+        """Tokens of a chunk of host memory."""
+        return self.chunk_blocks * self.block_size

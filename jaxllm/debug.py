@@ -20,10 +20,12 @@ from jaxllm.engine.inspection import (
     MemoryStats,
     PoolStats,
     SequenceState,
+    SwapStats,
     inspect_memory,
     inspect_requests,
 )
 from jaxllm.memory import DeviceMemory, show_bytes
+from jaxllm.scheduling.kv_stats import HostStats
 
 __all__ = [
     "DeviceMemory",
@@ -78,6 +80,8 @@ def print_memory_stats(source: Source) -> None:
     console.print(_table(columns, [row]))
     cache = pool.prefix_cache
     console.print(f"Prefix cache: {cache.hits:,} of {cache.queries:,} tokens were there already.")
+    if pool.host.total_blocks:
+        _print_swap(console, pool.host, cache.host_hits, stats.swap)
 
 
 def debug_sequence_states(source: Source) -> list[SequenceState]:
@@ -102,6 +106,19 @@ def print_sequence_states(source: Source) -> None:
         for state in states
     ]
     console.print(_table(columns, rows, left=("request", "state", columns[-1])))
+
+
+def _print_swap(console: Console, host: HostStats, hits: int, swap: SwapStats) -> None:
+    console.print(
+        f"Host memory: {show_bytes(swap.host_bytes)}, {host.total_blocks:,} blocks; {host.used_blocks:,} of "
+        f"{host.num_swapped:,} swapped requests, {host.cached_blocks:,} cached, {hits:,} tokens came from there. "
+        f"{show_bytes(swap.bytes_out)} were copied there, {show_bytes(swap.bytes_in)} back."
+    )
+    if (costs := swap.costs) is not None:
+        console.print(
+            f"At the start {show_bytes(costs.chunk_bytes)} took {1e3 * costs.out_seconds:.3g} ms there and "
+            f"{1e3 * costs.in_seconds:.3g} ms back, and computing a token {1e6 * costs.token_seconds:.3g} us."
+        )
 
 
 def _engine_of(source: Source) -> LLMEngine:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import itertools
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any, cast
 
 from tqdm import tqdm
@@ -18,6 +20,7 @@ from jaxllm.engine.interrupts import note_interrupt
 from jaxllm.engine.request_maker import Prompt
 from jaxllm.engine.tokenizer import Tokenizer
 from jaxllm.outputs import BeamSearchOutput, BeamSearchSequence, RequestOutput
+from jaxllm.profiling.report import Profile, Recording, write_report
 from jaxllm.sampling_params import BeamSearchParams, RequestOutputKind, SamplingParams
 
 type Params = SamplingParams | Sequence[SamplingParams] | None
@@ -42,7 +45,11 @@ class LLM:
         self._request_numbers = itertools.count()
 
     def generate(
-        self, prompts: Prompt | Sequence[Prompt], sampling_params: Params = None, use_tqdm: bool = True
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: Params = None,
+        use_tqdm: bool = True,
+        priority: Sequence[int] | None = None,
     ) -> list[RequestOutput]:
         """Completes prompts.
 
@@ -50,6 +57,7 @@ class LLM:
             prompts: one text, a list of texts, the token ids of one prompt, or a list of those.
             sampling_params: for all prompts, or one for each; by default `get_default_sampling_params`.
             use_tqdm: show a progress bar on a terminal.
+            priority: one for each prompt, the lower the sooner; for a `scheduling_policy` that heeds it.
 
         Returns:
             One output per prompt, in the order of the prompts.
@@ -59,7 +67,7 @@ class LLM:
         """
         listed = _as_list(prompts)
         params = _params_for(listed, self.get_default_sampling_params() if sampling_params is None else sampling_params)
-        request_ids = self._enter(listed, params)
+        request_ids = self._enter(listed, params, _priorities_for(listed, priority))
         return self._run(request_ids, use_tqdm)
 
     def beam_search(
@@ -128,6 +136,37 @@ class LLM:
         """Forgets the K/V of finished requests; False and nothing changed while requests are running."""
         return self.engine.reset_prefix_cache()
 
+    @contextlib.contextmanager
+    def profile(self, folder: str | Path) -> Iterator[Recording]:
+        """Records what runs within the `with` statement; see `start_profile`."""
+        recording = Recording()
+        self.start_profile(folder)
+        try:
+            yield recording
+        except BaseException:
+            self.engine.core.stop_profile()
+            raise
+        recording.profile = self.stop_profile()
+
+    def start_profile(self, folder: str | Path) -> None:
+        """Records from now on what host and device do, below `folder`, for Perfetto, XProf and `stop_profile`.
+
+        On a GPU, steps then run kernel by kernel instead of as CUDA graphs, and take longer.
+
+        Raises:
+            ValueError: something is being recorded already.
+            OSError: the folder cannot be written to.
+        """
+        self.engine.core.start_profile(Path(folder))
+
+    def stop_profile(self) -> Profile:
+        """Ends the recording; returns where it lies and what it says.
+
+        Raises:
+            ValueError: nothing is being recorded, or no step ran meanwhile.
+        """
+        return write_report(self.engine.core.stop_profile())
+
     def close(self) -> None:
         """Frees the devices."""
         self.engine.close()
@@ -141,7 +180,8 @@ class LLM:
     def _make_search(self, prompt: Prompt, params: BeamSearchParams) -> BeamSearch:
         _, request = self.engine.make_request("beam", prompt, SamplingParams(max_tokens=params.max_tokens))
         longest = request.max_len - request.prompt_len
-        return BeamSearch(request.prompt_ids, params, request.eos_token_ids, longest)
+        limit = self.engine.config.max_logprobs
+        return BeamSearch(request.prompt_ids, params, request.eos_token_ids, longest, limit)
 
     def _search(self, searches: Sequence[BeamSearch], salts: Sequence[str | None], use_tqdm: bool) -> None:
         """Brings all searches to their ends, a token of every hypothesis at a time."""
@@ -160,13 +200,13 @@ class LLM:
         own = sequence.tokens[len(search.prompt_ids) :]
         return dataclasses.replace(sequence, text=self.engine.tokenizer.decode(own))
 
-    def _enter(self, prompts: list[Prompt], params: list[SamplingParams]) -> list[str]:
+    def _enter(self, prompts: list[Prompt], params: list[SamplingParams], priorities: Sequence[int]) -> list[str]:
         """Enters all prompts or, if one of them is refused, none."""
         request_ids: list[str] = []
-        for index, (prompt, param) in enumerate(zip(prompts, params, strict=True)):
+        for index, (prompt, param, priority) in enumerate(zip(prompts, params, priorities, strict=True)):
             request_id = str(next(self._request_numbers))
             try:
-                self.engine.add_request(request_id, prompt, param)
+                self.engine.add_request(request_id, prompt, param, priority)
             except BaseException as error:
                 self._abort(request_ids)
                 if isinstance(error, ValueError):
@@ -214,6 +254,14 @@ def _params_for(prompts: list[Prompt], params: SamplingParams | Sequence[Samplin
     if len(params) != len(prompts):
         raise ValueError(f"sampling_params has {len(params)} entries for {len(prompts)} prompts: give one, or one each")
     return [_final_only(param) for param in params]
+
+
+def _priorities_for(prompts: list[Prompt], priority: Sequence[int] | None) -> Sequence[int]:
+    if priority is None:
+        return [0] * len(prompts)
+    if not isinstance(priority, Sequence) or len(priority) != len(prompts):
+        raise ValueError(f"priority={priority!r} is not valid for {len(prompts)} prompts: give a list of one each")
+    return priority
 
 
 def _final_only(params: SamplingParams) -> SamplingParams:

@@ -115,6 +115,28 @@ def choose_block_size(bytes_per_token: int, max_model_len: int) -> int:
     return size
 
 
+@dataclass(frozen=True)
+class SwapCosts:
+    """What it takes to bring K/V back that a request gives up, as measured when the engine started."""
+
+    chunk_bytes: int
+    """Bytes of one transfer, on all devices together."""
+    out_seconds: float
+    """A transfer to the host."""
+    in_seconds: float
+    """A transfer from the host."""
+    token_seconds: float
+    """Computing the K/V of one token, among many."""
+
+    def of_swap(self, chunks_out: int, chunks_in: int) -> float:
+        """Seconds of so many transfers."""
+        return chunks_out * self.out_seconds + chunks_in * self.in_seconds
+
+    def of_computing(self, num_tokens: int) -> float:
+        """Seconds of computing so many tokens again."""
+        return num_tokens * self.token_seconds
+
+
 def expected_waste(block_size: int) -> float:
     """Slots of a request's last block that are empty on average, if every length is equally likely."""
     return (block_size - 1) / 2
@@ -131,6 +153,8 @@ class MemoryBudget:
     """What is kept per request besides K/V: block tables, sampling parameters, tokens that came."""
     temp: int
     """Temporaries of the largest step."""
+    staged: int = 0
+    """K/V on their way to host memory or back."""
 
     @property
     def reserved_temp(self) -> int:
@@ -140,7 +164,7 @@ class MemoryBudget:
     @property
     def for_cache(self) -> int:
         """What is left for the K/V cache; below 0 where the rest is too large by itself."""
-        return self.limit - self.weights - self.state - self.reserved_temp
+        return self.limit - self.weights - self.state - self.reserved_temp - self.staged
 
 
 @dataclass(frozen=True)

@@ -67,7 +67,7 @@ class TokenDetails(NamedTuple):
     top_logprobs: list[float]
 
 
-@dataclass
+@dataclass(slots=True)
 class CompletionOutput:
     """One answer, or as much of it as the request's `output_kind` asks for."""
 
@@ -100,7 +100,7 @@ class RequestTimes:
     """The newest tokens of this output came."""
 
 
-@dataclass
+@dataclass(slots=True)
 class RequestOutput:
     """A request's state after a step."""
 

@@ -9,17 +9,19 @@ from __future__ import annotations
 import dataclasses
 import enum
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from jaxllm.outputs import TokenDetails
-from jaxllm.sampling_params import SamplingParams
+from jaxllm.sampling_params import SamplingParams, is_wide
 
 
 class RequestStatus(enum.Enum):
     WAITING = "waiting"
     WAITING_FOR_FORK = "waiting for fork"
     """Another request computes the prompt they share; until then it stands in no queue."""
+    SWAPPED = "swapped"
+    """Its K/V are in host memory, and it waits to be admitted again."""
     RUNNING = "running"
     FINISHED = "finished"
 
@@ -47,6 +49,8 @@ class Request:
     """Seed of this request's random numbers: its parameters' or one the engine drew."""
     cache_salt: str | None = None
     """Only requests with the same salt share K/V."""
+    priority: int = 0
+    """The lower, the sooner, where the scheduling policy heeds it."""
     bad_word_ids: tuple[tuple[int, ...], ...] = ()
     """Token ids of each spelling of its bad words."""
     parent: Request | None = None
@@ -72,6 +76,8 @@ class Request:
     """Tokens that exist: known ones and those sampled by steps in flight."""
     stop_token_ids: frozenset[int] = field(init=False)
     """Every token that ends the answer, the end-of-sequence tokens included unless they are ignored."""
+    single_steps: bool = field(init=False)
+    """Each of its steps is a call of its own: the host needs more of it than the tokens."""
     seat: int | None = None
     num_slots: int = 0
     """Tokens that it may compute before the K/V manager has to be asked, which keeps this number."""
@@ -85,6 +91,7 @@ class Request:
     def __post_init__(self) -> None:
         stops = frozenset(self.params.stop_token_ids)
         self.stop_token_ids = stops if self.params.ignore_eos else stops | self.eos_token_ids
+        self.single_steps = is_wide(self.params.logprobs)
         if self.params.prompt_logprobs is not None and self.parent is None:
             self.prompt_details = []
         self.num_known = self.num_tokens = len(self.prompt_ids) + len(self.output_ids)
@@ -114,11 +121,11 @@ class Request:
             return self.output_ids[start - split : stop - split]
         return [*self.prompt_ids[start:stop], *self.output_ids[: max(stop - split, 0)]]
 
-    def append_token(self, token_id: int, logprob: float) -> None:
-        """The oldest pending token was read; `num_tokens` counts it since its step was scheduled."""
-        self.output_ids.append(token_id)
-        self.output_logprobs.append(logprob)
-        self.num_known += 1
+    def append_tokens(self, token_ids: Sequence[int], logprobs: Sequence[float]) -> None:
+        """The oldest pending tokens were read; `num_tokens` counts them since their step was scheduled."""
+        self.output_ids += token_ids
+        self.output_logprobs += logprobs
+        self.num_known += len(token_ids)
 
     def fork(self, seeds: Mapping[str, int]) -> None:
         """Give a new request children: requests with these ids and seeds, and the same prompt."""

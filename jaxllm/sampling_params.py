@@ -17,8 +17,8 @@ MAX_LOGIT_BIASES = 1024
 """Tokens in a request's `logit_bias`."""
 MAX_BAD_WORDS, MAX_BAD_WORD_TOKENS = 128, 16
 """Spellings of a request's `bad_words` (a word counts twice if it is another token after a space), and tokens of each."""
-MAX_LOGPROBS = 20
-"""Most likely tokens that can be reported for a position."""
+PACKED_LOGPROBS = 20
+"""Most likely tokens that steps find on the device. Those of requests that want more are found on the host."""
 
 SAMPLING_TOPICS = {"sampling": "temperature", "stopping": "max_tokens", "answers": "n"}
 """What the fields of `SamplingParams` are about: a topic begins at the field named here, as in `ENGINE_TOPICS`."""
@@ -83,8 +83,9 @@ class SamplingParams:
     n: int = 1
     """Answers to the prompt, which is computed once; under a seed, answer i is that of seed + i alone."""
     logprobs: int | None = None
-    """Report log-probabilities: of each token of the answer, and of this many most likely ones (up to 20); by default
-    none. They are those of the model itself, before any parameter applies."""
+    """Report log-probabilities: of each token of the answer, and of this many most likely ones; -1 is all tokens there
+    are; by default none. They are those of the model itself, before any parameter applies. The engine's `max_logprobs`
+    is the limit."""
     prompt_logprobs: int | None = None
     """The same for the tokens of the prompt, all but the first; by default none. Such a prompt is computed whole, cached
     or not."""
@@ -93,7 +94,8 @@ class SamplingParams:
     skip_special_tokens: bool = True
     """Leave special tokens out of the text."""
     spaces_between_special_tokens: bool = True
-    """Only True: the tokenizers used here know nothing else."""
+    """False: where special tokens are part of the text and follow each other, leave out spaces that the tokenizer's
+    decoder puts between them."""
     output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE
     """What `LLMEngine.step` returns for the request; `LLM` always returns finished answers."""
 
@@ -174,14 +176,9 @@ class SamplingParams:
         _check("n", self.n, int, lambda v: 1 <= v <= MAX_ANSWERS, remedy)
         for name in ("logprobs", "prompt_logprobs"):
             if getattr(self, name) is not None:
-                remedy = f"a number of tokens from 0 to {MAX_LOGPROBS}, or None"
-                _check(name, getattr(self, name), int, lambda v: 0 <= v <= MAX_LOGPROBS, remedy)
+                remedy = "a number of tokens of 0 or above, -1 for all, or None"
+                _check(name, getattr(self, name), int, lambda v: v >= -1, remedy)
         self._check_switches("detokenize", "skip_special_tokens", "spaces_between_special_tokens")
-        if not self.spaces_between_special_tokens:
-            raise ValueError(
-                "spaces_between_special_tokens=False is not supported: use True; the text of special tokens is what "
-                "the model's tokenizer makes of it"
-            )
         if self.stop and not self.detokenize:
             raise ValueError(f"stop={self.stop!r} needs text: leave detokenize=True, or use stop_token_ids")
         if not isinstance(self.output_kind, RequestOutputKind):
@@ -226,6 +223,11 @@ class BeamSearchParams:
             raise ValueError(f"early_stopping={self.early_stopping!r} is not valid: use True, False or 'never'")
         if self.temperature != 0:
             raise ValueError(f"temperature={self.temperature!r} is not supported by beam search: use 0")
+
+
+def is_wide(num_logprobs: int | None) -> bool:
+    """More of the most likely tokens are wanted than steps find on the device."""
+    return num_logprobs is not None and (num_logprobs < 0 or num_logprobs > PACKED_LOGPROBS)
 
 
 def _as_tuple(name: str, values: Any) -> tuple[Any, ...]:

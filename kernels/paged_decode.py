@@ -1,6 +1,6 @@
-"""Paged attention of one token per row (decode), split over the context, for NVIDIA GPUs.
+"""Paged attention of rows of one token (decode), split over the context, for NVIDIA GPUs.
 
-A context is cut into splits of a fixed number of tokens, which are summed up on their own and folded in
+It is the same, bit for bit, in a step where other rows have more. A context is cut into splits of a fixed number of tokens, which are summed up on their own and folded in
 order, first those of a span of `SPLITS_PER_SPAN`, then the spans. How many there are, and the order of every
 sum, depend on the row alone: whether a program takes a split (little to do: more programs) or a whole span
 (fewer partial results) changes no bit.
@@ -20,6 +20,7 @@ from jaxtyping import Array, Int
 from jaxllm.kernels.launches import Launch
 from jaxllm.kernels.paged_walk import (
     NEGATIVE,
+    Call,
     Context,
     Options,
     Running,
@@ -30,19 +31,21 @@ from jaxllm.kernels.paged_walk import (
     nothing_seen,
     sink_weight,
 )
-from jaxllm.kernels.query_tiles import Sizes, cut_queries
+from jaxllm.kernels.query_tiles import Sizes, cut
 
 MIN_ROWS = 16
 """Rows a matrix product has at the least."""
 SPLITS_PER_SPAN = 4
 MOST_SPANS_TO_SPLIT = 32
 """A step with up to so many spans has an item per split, a larger one per span: enough for every GPU."""
-MIN_PROGRAMS, PROGRAMS_PER_TOKEN, MAX_PROGRAMS = 64, 4, 1024
+MIN_PROGRAMS, PROGRAMS_PER_ROW, MAX_PROGRAMS = 64, 4, 1024
 """Programs over work items, per K/V head; each takes every so manieth item. Too many would only start and end."""
+PROGRAMS_BESIDE_CHUNKS = 128
+"""Programs per K/V head at the least beside chunks, where few rows may be of one token; else as many as rows."""
 
 
 class Item(NamedTuple):
-    """A part of the context of one token. What a program needs to begin, found by one load."""
+    """A part of the context of one row. What a program needs to begin, found by one load."""
 
     token: Int[Array, " items"]
     row: Int[Array, " items"]
@@ -53,42 +56,50 @@ class Item(NamedTuple):
 
 
 class DecodeWork(NamedTuple):
-    """The parts of all contexts, one context after the other."""
+    """The parts of the contexts of all rows of one token, one context after the other."""
 
-    count: Int[Array, "1"]
+    ends: Int[Array, " rows"]
+    """Items of each row and of all rows before it."""
     splits_per_item: Int[Array, "1"]
     items: Item
-    first_item: Int[Array, " tokens+1"]
+    token: Int[Array, " rows"]
+    """The row's own, if it has one."""
     tables: Int[Array, "rows max_blocks"]
 
 
 def prepare(block_tables, kv_lens, cu_q_lens, sizes: Sizes, launch: Launch) -> DecodeWork:
-    """Lists the parts of every token's context."""
-    num_tokens, span = sizes.num_tokens, launch.split * SPLITS_PER_SPAN
-    tiles = cut_queries(kv_lens, cu_q_lens, num_tokens, 1)
-    position, valid = tiles.position[:, 0], tiles.valid[:, 0]
-    num_spans = jnp.sum(jnp.where(valid, position // span + 1, 0))
+    """Lists the parts of the context of every row that has one token."""
+    lengths = jnp.where(cu_q_lens[1:] - cu_q_lens[:-1] == 1, kv_lens, 0)
+    num_spans = jnp.sum(-(-lengths // (launch.split * SPLITS_PER_SPAN)))
     per_item = jnp.where(num_spans <= MOST_SPANS_TO_SPLIT, 1, SPLITS_PER_SPAN)
-    size = launch.split * per_item
-    ends = jnp.cumsum(jnp.where(valid, position // size + 1, 0))
-    items = jnp.arange(_most_items(num_tokens, block_tables.shape[1] * sizes.block_size, launch))
-    token = jnp.searchsorted(ends, items, side="right", method="compare_all")
-    token = jnp.minimum(token, num_tokens - 1).astype(jnp.int32)
-    first_item = jnp.concatenate([jnp.zeros(1, ends.dtype), ends])
-    parts = Item(token, tiles.row[token], (items - first_item[token]) * size, position[token])
-    return DecodeWork(ends[-1:], per_item[None], parts, first_item, block_tables)
+    most = _most_items(kv_lens.shape[0], block_tables.shape[1] * sizes.block_size, launch)
+    row, start, _, ends = cut(lengths, launch.split * per_item, most)
+    items = Item(cu_q_lens[row], row, start, kv_lens[row] - 1)
+    return DecodeWork(ends, per_item[None], items, cu_q_lens[:-1], block_tables)
 
 
-def _most_items(num_tokens: int, longest: int, launch: Launch) -> int:
-    splits = num_tokens * -(-longest // launch.split)
-    spans = num_tokens * -(-longest // (launch.split * SPLITS_PER_SPAN))
+def _most_items(num_rows: int, longest: int, launch: Launch) -> int:
+    splits = num_rows * -(-longest // launch.split)
+    spans = num_rows * -(-longest // (launch.split * SPLITS_PER_SPAN))
     return max(spans, min(splits, MOST_SPANS_TO_SPLIT * SPLITS_PER_SPAN))
 
 
-def attend(q, pages_k, pages_v, work: DecodeWork, shape: Shape, options: Options, launch: Launch, interpret: bool):
-    """Attention of q [tokens, kv_heads, group, head_dim] over pages [slots, kv_heads, head_dim]."""
-    num_items, num_tokens = work.items.token.shape[0], q.shape[0]
-    num_programs = min(num_items, max(MIN_PROGRAMS, min(PROGRAMS_PER_TOKEN * num_tokens, MAX_PROGRAMS)))
+def attend(q, pages_k, pages_v, work: DecodeWork, call: Call, *, beside_chunks: bool = False):
+    """Attention of the rows of one token; what it returns for other tokens is of no meaning.
+
+    Args:
+        q: [tokens, kv_heads, group, head_dim]; the result is like it.
+        pages_k: [slots, kv_heads, head_dim].
+        pages_v: likewise.
+        work: of `prepare`.
+        call: what is static.
+        beside_chunks: there may be few rows of one token, or none.
+    """
+    shape, options, launch, interpret = call
+    num_items, num_rows = work.items.token.shape[0], work.token.shape[0]
+    num_programs = max(MIN_PROGRAMS, min(PROGRAMS_PER_ROW * num_rows, MAX_PROGRAMS))
+    if beside_chunks:
+        num_programs = max(PROGRAMS_BESIDE_CHUNKS, num_rows)
     part = (num_items, shape.num_kv_heads, shape.group)
     sinks = jnp.zeros((shape.num_kv_heads, shape.group)) if options.sinks is None else options.sinks
     kernel = _Decode(shape, options._replace(sinks=None), launch, options.sinks is not None)
@@ -98,20 +109,20 @@ def attend(q, pages_k, pages_v, work: DecodeWork, shape: Shape, options: Options
     *parts, out = pl.pallas_call(
         kernel.attend,
         out_shape=[*float32, like_q],
-        grid=(num_programs, shape.num_kv_heads),
+        grid=(min(num_items, num_programs), shape.num_kv_heads),
         compiler_params=plt.CompilerParams(num_warps=launch.num_warps, num_stages=launch.num_stages),
         interpret=interpret,
         name="paged_decode",
-    )(work.count, work.splits_per_item, *work.items, work.tables, q, pages_k, pages_v, sinks)
+    )(work.ends, work.splits_per_item, *work.items, work.tables, q, pages_k, pages_v, sinks)
     return pl.pallas_call(
         kernel.fold,
         out_shape=like_q,
-        grid=(num_tokens, shape.num_kv_heads),
-        input_output_aliases={6: 0},
+        grid=(num_rows, shape.num_kv_heads),
+        input_output_aliases={7: 0},
         compiler_params=plt.CompilerParams(num_warps=2, num_stages=2),
         interpret=interpret,
         name="paged_decode_fold",
-    )(work.first_item, work.splits_per_item, *parts, sinks, out)
+    )(work.ends, work.token, work.splits_per_item, *parts, sinks, out)
 
 
 class _Decode(NamedTuple):
@@ -123,7 +134,7 @@ class _Decode(NamedTuple):
     has_sinks: bool
 
     def attend(
-        self, count, splits_per_item, tokens, item_rows, starts, positions, tables, q_ref, pages_k, pages_v, sinks,
+        self, ends, splits_per_item, tokens, item_rows, starts, positions, tables, q_ref, pages_k, pages_v, sinks,
         peaks, totals, sums, out,
     ):  # fmt: skip
         program, num_programs, head = pl.program_id(0), pl.num_programs(0), pl.program_id(1)
@@ -158,14 +169,14 @@ class _Decode(NamedTuple):
 
             return tokens[following], item_rows[following], starts[following], positions[following]
 
-        trips = pl.cdiv(jnp.maximum(count[0] - program, 0), num_programs)
+        trips = pl.cdiv(jnp.maximum(ends[ends.shape[0] - 1] - program, 0), num_programs)
         begin = tokens[program], item_rows[program], starts[program], positions[program]
         jax.lax.fori_loop(0, trips, one_item, begin)
 
-    def fold(self, first_item, splits_per_item, peaks, totals, sums, sinks, _, out):
+    def fold(self, ends, tokens, splits_per_item, peaks, totals, sums, sinks, _, out):
         """Folds the parts of contexts that have several; `out` holds the others already."""
-        token, head, shape = pl.program_id(0), pl.program_id(1), self.shape
-        first, last = first_item[token], first_item[token + 1]
+        row, head, shape = pl.program_id(0), pl.program_id(1), self.shape
+        first, last, token = jnp.where(row > 0, ends[jnp.maximum(row - 1, 0)], 0), ends[row], tokens[row]
         group, columns = jnp.arange(pl.next_power_of_2(shape.group)), jnp.arange(shape.columns)
         is_head = group < shape.group
         mask = is_head[:, None] & (columns < shape.head_dim)[None, :]

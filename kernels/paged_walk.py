@@ -7,6 +7,7 @@ queries, the part of the context and the size of the context's tiles, never on w
 
 from __future__ import annotations
 
+import struct
 from functools import partial
 from typing import NamedTuple
 
@@ -15,6 +16,8 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 from jaxtyping import Array
+
+from jaxllm.kernels.launches import Launch
 
 NEGATIVE = -1e30
 """The peak before any score: finite, so that exp(-inf - NEGATIVE) is 0 and not NaN."""
@@ -43,6 +46,15 @@ class Options(NamedTuple):
     sinks: Array | None
     k_scale: float
     v_scale: float
+
+
+class Call(NamedTuple):
+    """What is static about a call of a kernel."""
+
+    shape: Shape
+    options: Options
+    launch: Launch
+    interpret: bool
 
 
 class Running(NamedTuple):
@@ -125,6 +137,8 @@ class Walk(NamedTuple):
     options: Options
     tile: int
     """Positions of the context that are taken at once."""
+    in_assembly: bool = False
+    """Weights are computed by a GPU's own instructions, which cannot be interpreted."""
 
     def in_splits(self, first, last, split: int) -> Running:
         """Positions first to last - 1, of which each query sees what it may; splits are summed up on their own."""
@@ -163,11 +177,26 @@ class Walk(NamedTuple):
         if valid is not None:
             scores = jnp.where(self._seen(positions, valid), scores, -jnp.inf)
         peak = jnp.maximum(state.peak, scores.max(axis=1) * factor)
-        weights = jnp.exp2(scores * factor - peak[:, None])
+        weights = self._weights(scores, factor, peak[:, None])
         shrink = jnp.exp2(state.peak - peak)
         values = self._load(self.context.pages_v, slots, valid)
         added = plt.dot(weights.astype(values.dtype), values)
         return Running(peak, state.total * shrink + weights.sum(axis=1), state.values * shrink[:, None] + added)
+
+    def _weights(self, scores, factor: float, peak):
+        """exp2(scores * factor - peak)."""
+        if not self.in_assembly:
+            return jnp.exp2(scores * factor - peak)
+        # Else these are 6 instructions in place of 2: no fused product, and a case for results below 2**-126.
+        bits = struct.unpack("<I", struct.pack("<f", factor))[0]
+        (weights,) = plt.elementwise_inline_asm(
+            f"{{ .reg .f32 x; fma.rn.f32 x, $1, 0f{bits:08X}, $2; ex2.approx.ftz.f32 $0, x; }}",
+            args=[scores, jnp.broadcast_to(-peak, scores.shape)],
+            constraints="=f,f,f",
+            pack=1,
+            result_shape_dtypes=[jax.ShapeDtypeStruct(scores.shape, scores.dtype)],
+        )
+        return weights
 
     def _slots(self, positions, valid):
         """Places of these positions in the flat cache."""

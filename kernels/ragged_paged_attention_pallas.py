@@ -1,12 +1,12 @@
 """Paged attention for NVIDIA GPUs in Pallas (Triton lowering): block tables are read inside the kernels.
 
-Two kernels, chosen by shape: one token per row at the most (decode), and everything else (chunks). Query
-heads that share a K/V head share its loads.
+Two kernels: of rows of one token (decode), and of rows of more (chunks). A step that may have both kinds runs both;
+they write into one array, each its own tokens. Query heads that share a K/V head share its loads.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 from jaxtyping import Array
@@ -15,28 +15,43 @@ from jaxllm.kernels import paged_chunks, paged_decode
 from jaxllm.kernels.launches import find_launch
 from jaxllm.kernels.paged_chunks import ChunkWork
 from jaxllm.kernels.paged_decode import DecodeWork
-from jaxllm.kernels.paged_walk import Options, Shape
+from jaxllm.kernels.paged_walk import Call, Options, Shape
 from jaxllm.kernels.query_tiles import Sizes
 
 
-def prepare(block_tables, kv_lens, cu_q_lens, sizes: Sizes) -> DecodeWork | ChunkWork:
+class Work(NamedTuple):
+    """What both kernels do."""
+
+    decode: DecodeWork
+    chunks: ChunkWork | None
+    """None in steps where no row has more than one token."""
+
+
+def prepare(block_tables, kv_lens, cu_q_lens, sizes: Sizes) -> Work:
     """See `prepare_attention`."""
-    decodes = sizes.num_tokens <= kv_lens.shape[0]
-    launch = find_launch("decode" if decodes else "chunks", _device_kind(), sizes.head_dim)
-    cut = paged_decode.prepare if decodes else paged_chunks.prepare
-    return cut(block_tables, kv_lens, cu_q_lens, sizes, launch)
+    rows, device_kind = (block_tables, kv_lens, cu_q_lens), _device_kind()
+    decode = paged_decode.prepare(*rows, sizes, find_launch("decode", device_kind, sizes.head_dim))
+    if sizes.single_queries:
+        return Work(decode, None)
+    return Work(decode, paged_chunks.prepare(*rows, sizes, find_launch("chunks", device_kind, sizes.head_dim)))
 
 
-def attend(q, k_cache, v_cache, work: DecodeWork | ChunkWork, *, interpret: bool = False, **options: Any) -> Array:
+def attend(q, k_cache, v_cache, work: Work, *, interpret: bool = False, **options: Any) -> Array:
     """See `attend` of `ragged_paged_attention`."""
     num_kv_heads, head_dim = k_cache.shape[2:]
     shape = Shape(num_kv_heads, q.shape[1] // num_kv_heads, head_dim, k_cache.shape[1])
-    grouped = q.reshape(q.shape[0], num_kv_heads, shape.group, head_dim)
-    pages = [cache.reshape(-1, num_kv_heads, head_dim) for cache in (k_cache, v_cache)]
-    decodes = type(work) is DecodeWork
-    launch = find_launch("decode" if decodes else "chunks", _device_kind(), head_dim)
-    run = paged_decode.attend if decodes else paged_chunks.attend
-    return run(grouped, *pages, work, shape, Options(**options), launch, interpret).reshape(q.shape)
+    arrays = (
+        q.reshape(q.shape[0], num_kv_heads, shape.group, head_dim),
+        *(cache.reshape(-1, num_kv_heads, head_dim) for cache in (k_cache, v_cache)),
+    )
+    decode, chunks = (
+        Call(shape, Options(**options), find_launch(kernel, _device_kind(), head_dim), interpret)
+        for kernel in ("decode", "chunks")
+    )
+    out = paged_decode.attend(*arrays, work.decode, decode, beside_chunks=work.chunks is not None)
+    if work.chunks is not None:
+        out = paged_chunks.attend(*arrays, work.chunks, chunks, out=out)
+    return out.reshape(q.shape)
 
 
 def _device_kind() -> str:

@@ -49,6 +49,8 @@ def main() -> int:
         return 0
     if arguments.step == "restore":
         return _restore(arguments)
+    if arguments.scratch:
+        arguments.scratch.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=arguments.scratch) as scratch:
         start = time.perf_counter()
         if code := _run("write", arguments, Path(scratch) / "model"):

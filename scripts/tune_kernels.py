@@ -30,7 +30,7 @@ from jaxllm.bench.settings import Extent, KernelSettings
 from jaxllm.bench.timing import seconds_per_call
 from jaxllm.kernels import paged_chunks, paged_decode
 from jaxllm.kernels.launches import TABLE, Kernel, Launch, find_launch
-from jaxllm.kernels.paged_walk import Options, Shape
+from jaxllm.kernels.paged_walk import Call, Options, Shape
 from jaxllm.kernels.query_tiles import Sizes
 from jaxllm.kernels.ragged_paged_attention import ragged_paged_attention
 
@@ -130,12 +130,12 @@ def lower_calls(problem: Problem, launch: Launch, num_calls: int) -> jax.stages.
     group = num_heads // num_kv_heads
     shape = Shape(num_kv_heads, group, head_dim, block_size)
     options = Options(head_dim**-0.5, window=None, soft_cap=None, sinks=None, k_scale=1.0, v_scale=1.0)
-    interpret = jax.default_backend() == "cpu"
+    kernel_call = Call(shape, options, launch, interpret=jax.default_backend() == "cpu")
 
     @jax.jit  # lowered once
     def attend(q, k_cache, v_cache, work):
         pages = (cache.reshape(-1, num_kv_heads, head_dim) for cache in (k_cache, v_cache))
-        return module.attend(q, *pages, work, shape, options, launch, interpret)
+        return module.attend(q, *pages, work, kernel_call)
 
     def run(q, caches, rows):
         work = module.prepare(*rows, Sizes(num_tokens, block_size, group, head_dim), launch)

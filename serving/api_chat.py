@@ -25,6 +25,7 @@ from jaxllm.serving.protocol_chat import (
 from jaxllm.serving.requests import read_request
 from jaxllm.serving.sampling_fields import chat_params
 from jaxllm.serving.service import Service
+from jaxllm.serving.streaming import TextTemplate, event
 from jaxllm.serving.usage import UsageCounter
 
 
@@ -33,14 +34,14 @@ async def create_chat_completion(request: Request) -> ASGIApp:
     service.check_ready()
     body = await read_request(request, ChatCompletionRequest)
     service.check_model(body.model)
-    params = chat_params(body)
+    params = chat_params(body, service.engine.config.max_logprobs)
     for message in body.messages:
         service.check_text(text_of(message), "messages")
     token_ids = await encode_chat(service, body)
     service.check_prompt(token_ids, "messages")
     request_id = new_id("chatcmpl", body.request_id)
     timeout = get_timeout(service, request)
-    generation = Generation(service, request_id, [token_ids], params, body.cache_salt, timeout)
+    generation = Generation(service, request_id, [token_ids], params, body.cache_salt, body.priority or 0, timeout)
     return await answer(request, generation, ChatWriter(service, request_id, body), body)
 
 
@@ -55,6 +56,9 @@ class ChatWriter:
         self._begun: set[int] = set()
         """Answers of which a chunk was made."""
         self._has_prompt_ids = False
+        self._is_only_text = not (body.logprobs or body.return_token_ids or body.continuous_usage)
+        """Between its first and its last chunk, an answer's bring nothing but text."""
+        self._templates: dict[int, TextTemplate] = {}
 
     def whole(self, outputs: Sequence[RequestOutput], usage: Usage) -> ChatCompletion:
         (output,) = outputs
@@ -71,15 +75,21 @@ class ChatWriter:
             made["prompt_token_ids"] = output.prompt_token_ids
         return made
 
+    def part(self, index: int, output: RequestOutput, counter: UsageCounter) -> bytes | None:
+        if self._is_only_text and len(output.outputs) == 1:
+            (one,) = output.outputs
+            if one.finish_reason is None and one.index in self._begun:
+                return self._template(one.index).event(one.text) if one.text else None
+        chunk = self.chunk(index, output, counter)
+        return None if chunk is None else event(chunk)
+
     def chunk(self, index: int, output: RequestOutput, counter: UsageCounter) -> ChatCompletionChunk | None:
         choices = [self._delta(one) for one in output.outputs if self._is_shown(one)]
         if not choices:
             return None
-        made: ChatCompletionChunk = {**self._head, "object": "chat.completion.chunk", "choices": choices}
+        made = self._make_chunk(choices)
         if self._body.continuous_usage:
             made["usage"] = counter.usage
-        elif self._with_usage:
-            made["usage"] = None
         if self._body.return_token_ids and not self._has_prompt_ids:
             self._has_prompt_ids = True
             made["prompt_token_ids"] = output.prompt_token_ids
@@ -89,6 +99,20 @@ class ChatWriter:
         if not self._with_usage:
             return None
         return {**self._head, "object": "chat.completion.chunk", "choices": [], "usage": usage}
+
+    def _template(self, index: int) -> TextTemplate:
+        """Of an answer that has begun and goes on."""
+        found = self._templates.get(index)
+        if found is None:
+            choice = self._delta(CompletionOutput(index, TextTemplate.PLACE, [], 0.0))
+            found = self._templates[index] = TextTemplate(self._make_chunk([choice]))
+        return found
+
+    def _make_chunk(self, choices: list[ChatChunkChoice]) -> ChatCompletionChunk:
+        made: ChatCompletionChunk = {**self._head, "object": "chat.completion.chunk", "choices": choices}
+        if self._with_usage:
+            made["usage"] = None
+        return made
 
     def _choice(self, one: CompletionOutput) -> ChatChoice:
         made: ChatChoice = {

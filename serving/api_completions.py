@@ -19,6 +19,7 @@ from jaxllm.serving.protocol_completions import Completion, CompletionChoice, Co
 from jaxllm.serving.requests import read_request
 from jaxllm.serving.sampling_fields import completion_params
 from jaxllm.serving.service import Service
+from jaxllm.serving.streaming import TextTemplate, event
 from jaxllm.serving.usage import UsageCounter
 
 
@@ -31,11 +32,15 @@ async def create_completion(request: Request) -> ASGIApp:
     prompts = await encode_prompts(service, body.prompt, body.add_special_tokens)
     request_id = new_id("cmpl", body.request_id)
     timeout = get_timeout(service, request)
-    generation = Generation(
-        service, request_id, prompts, params, body.cache_salt, timeout, only_prompt=body.max_tokens == 0
-    )
+    priority, only_prompt = body.priority or 0, body.max_tokens == 0
+    generation = Generation(service, request_id, prompts, params, body.cache_salt, priority, timeout, only_prompt)
     echoes = _echoes(service, body, prompts) if body.echo else None
     return await answer(request, generation, CompletionWriter(service, request_id, body, echoes), body)
+
+
+def _vocabulary(service: Service, body: CompletionRequest) -> TextVocabulary:
+    switches = body.skip_special_tokens, body.spaces_between_special_tokens
+    return TextVocabulary(service.tokenizer, *(switch is not False for switch in switches))
 
 
 def _echoes(service: Service, body: CompletionRequest, prompts: list[list[int]]) -> list[str]:
@@ -43,8 +48,8 @@ def _echoes(service: Service, body: CompletionRequest, prompts: list[list[int]])
     given = [body.prompt] if isinstance(body.prompt, str) else body.prompt
     if isinstance(given[0], str):
         return [text for text in given if isinstance(text, str)]
-    skip = body.skip_special_tokens is not False
-    return [service.tokenizer.decode(token_ids, skip_special_tokens=skip) for token_ids in prompts]
+    vocabulary = _vocabulary(service, body)
+    return [vocabulary.text(token_ids) for token_ids in prompts]
 
 
 class CompletionWriter:
@@ -56,9 +61,12 @@ class CompletionWriter:
         self._with_usage = body.include_usage or service.settings.enable_force_include_usage
         self._head = service.make_head(request_id)
         self._echoes = echoes
-        self._vocabulary = TextVocabulary(service.tokenizer, body.skip_special_tokens is not False)
+        self._vocabulary = _vocabulary(service, body)
         self._begun: dict[int, CompletionLogprobsWriter] = {}
         """By the index of a choice: what writes its log-probabilities, if any are asked for."""
+        self._is_only_text = body.logprobs is None and not (body.return_token_ids or body.continuous_usage)
+        """Between its first and its last chunk, a choice's bring nothing but text."""
+        self._templates: dict[int, TextTemplate] = {}
 
     def whole(self, outputs: Sequence[RequestOutput], usage: Usage) -> Completion:
         choices: list[CompletionChoice] = []
@@ -70,21 +78,48 @@ class CompletionWriter:
                 choices.append(choice)
         return {**self._head, "object": "text_completion", "choices": choices, "usage": usage}
 
+    def part(self, index: int, output: RequestOutput, counter: UsageCounter) -> bytes | None:
+        if self._is_only_text and len(output.outputs) == 1:
+            (one,) = output.outputs
+            number = self._number(index, one)
+            if one.finish_reason is None and number in self._begun:
+                return self._template(number).event(one.text) if one.text else None
+        chunk = self.chunk(index, output, counter)
+        return None if chunk is None else event(chunk)
+
     def chunk(self, index: int, output: RequestOutput, counter: UsageCounter) -> Completion | None:
         choices = [self._choice(index, output, one) for one in output.outputs if self._is_shown(index, one)]
         if not choices:
             return None
-        made: Completion = {**self._head, "object": "text_completion", "choices": choices}
+        made = self._make_chunk(choices)
         if self._body.continuous_usage:
             made["usage"] = counter.usage
-        elif self._with_usage:
-            made["usage"] = None
         return made
 
     def usage_chunk(self, usage: Usage) -> Completion | None:
         if not self._with_usage:
             return None
         return {**self._head, "object": "text_completion", "choices": [], "usage": usage}
+
+    def _template(self, number: int) -> TextTemplate:
+        """Of a choice that has begun and goes on."""
+        found = self._templates.get(number)
+        if found is None:
+            choice: CompletionChoice = {
+                "index": number,
+                "text": TextTemplate.PLACE,
+                "logprobs": None,
+                "finish_reason": None,
+                "stop_reason": None,
+            }
+            found = self._templates[number] = TextTemplate(self._make_chunk([choice]))
+        return found
+
+    def _make_chunk(self, choices: list[CompletionChoice]) -> Completion:
+        made: Completion = {**self._head, "object": "text_completion", "choices": choices}
+        if self._with_usage:
+            made["usage"] = None
+        return made
 
     def _number(self, index: int, one: CompletionOutput) -> int:
         return index * (self._body.n or 1) + one.index

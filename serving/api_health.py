@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import TypedDict
 
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import ASGIApp
 
+from jaxllm.engine.async_llm import EngineDeadError, EngineStats
 from jaxllm.serving.endpoint import Endpoint
 from jaxllm.serving.errors import json_response
 from jaxllm.serving.metrics import CONTENT_TYPE
 from jaxllm.serving.service import VERSION, Service
+
+STATS_SECONDS = 2.0
+"""For the engine to answer: who watches a server wants to hear of one that hangs, too."""
 
 
 class Health(TypedDict):
@@ -46,9 +51,19 @@ async def load(request: Request) -> ASGIApp:
 
 async def metrics(request: Request) -> ASGIApp:
     service: Service = request.app.state.service
-    stats = await service.engine.stats() if service.engine.is_running else None
-    text = service.metrics.render(stats, len(service.admission), service.settings.vllm_metrics)
+    text = service.metrics.render(await _stats(service), len(service.admission), service.settings.vllm_metrics)
     return Response(text, media_type=None, headers={"content-type": CONTENT_TYPE})
+
+
+async def _stats(service: Service) -> EngineStats | None:
+    """None if the engine does not answer soon: it is not ready, dead, or in a step that takes long."""
+    if not service.engine.is_running:
+        return None
+    try:
+        async with asyncio.timeout(STATS_SECONDS):
+            return await service.engine.stats()
+    except (TimeoutError, EngineDeadError):
+        return None
 
 
 ENDPOINTS = (

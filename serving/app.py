@@ -15,7 +15,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp
 
 from jaxllm.engine.async_llm import EngineDeadError
-from jaxllm.serving import api_admin, api_chat, api_completions, api_health, api_models, api_tokenize
+from jaxllm.serving import api_admin, api_chat, api_completions, api_health, api_models, api_profile, api_tokenize
 from jaxllm.serving.endpoint import Endpoint
 from jaxllm.serving.errors import ApiError, handle_error, json_response
 from jaxllm.serving.middleware import REQUEST_ID_HEADER, KeyRequired, Observed
@@ -29,6 +29,7 @@ ENDPOINTS: tuple[Endpoint, ...] = (
     *api_tokenize.ENDPOINTS,
     *api_health.ENDPOINTS,
     *api_admin.ENDPOINTS,
+    *api_profile.ENDPOINTS,
 )
 OPENAPI_PATH = "/openapi.json"
 _TOLD = (ApiError, HTTPException, ValueError, TimeoutError, EngineDeadError)

@@ -16,6 +16,7 @@ import tyro
 from rich.console import Console
 from rich.text import Text
 
+from jaxllm.logs import set_up_log
 from jaxllm.models.wheel_download import DownloadError
 from jaxllm.serving.cli_commands import MODULES, AnyCommand, Command
 
@@ -79,6 +80,7 @@ def parse(arguments: Sequence[str] | None = None) -> AnyCommand:
 
 def _run(command: AnyCommand) -> int:
     try:
+        set_up_log()
         importlib.import_module(MODULES[type(command)]).run(command)
     except BrokenPipeError:
         raise

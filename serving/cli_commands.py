@@ -16,14 +16,17 @@ from jaxllm.bench.settings import (
     Extent,
     KernelSettings,
     LatencySettings,
+    Mixture,
+    ProfileSettings,
     ServeSettings,
     StartupSettings,
     ThroughputSettings,
     WorkloadName,
 )
-from jaxllm.config import ENGINE_TOPICS, DType, EngineConfig, LoadFormat
+from jaxllm.config import ENGINE_TOPICS, EngineConfig
 from jaxllm.sampling_params import SAMPLING_TOPICS, RequestOutputKind, SamplingParams
 from jaxllm.serving.cli_flags import by_topic, commas, get_fields, pairs
+from jaxllm.serving.cli_small_commands import CommandFlags, Convert, Env, Models, Pull, Top
 from jaxllm.serving.server_settings import SERVER_TOPICS, ServerSettings
 
 
@@ -34,6 +37,7 @@ class EngineFlags(EngineConfig):
     model: Annotated[Positional[str], arg(metavar="MODEL")]
     # Functions have no flag; where to import them from has. Given once per value, as a list would swallow prompts.
     logits_processors: Annotated[UseAppendAction[tuple[str, ...]], arg(metavar="MODULE:FUNCTION")] = ()
+    scheduling_policy: Annotated[str, arg(metavar="fcfs|priority|sjf|dynamic|MODULE:CLASS")] = "fcfs"
 
     def __post_init__(self) -> None:
         """No check here, where the message would name tyro's insides: `make_config` checks."""
@@ -127,6 +131,22 @@ class KernelFlags(KernelSettings):
 
     decode: Annotated[tuple[Extent, ...], commas(Extent.parse, metavar="ROWSxCONTEXT")] = KernelSettings.decode
     chunk: Annotated[tuple[int, ...], commas(int)] = KernelSettings.chunk
+    mixed: Annotated[tuple[Mixture, ...], commas(Mixture.parse, metavar="ROWSxCONTEXT+PROMPTSxTOKENS")] = (
+        KernelSettings.mixed
+    )
+
+
+@dataclass(frozen=True)
+class ProfileFlags(ProfileSettings):
+    """What is recorded."""
+
+    output: Annotated[str, arg(metavar="FOLDER")] = ProfileSettings.output
+
+    def __post_init__(self) -> None:
+        """No check here, where the message would name tyro's insides: `make_settings` checks."""
+
+    def make_settings(self) -> ProfileSettings:
+        return ProfileSettings(**get_fields(self))
 
 
 @dataclass(frozen=True)
@@ -162,18 +182,13 @@ Throughput = Annotated[
 Workloads = Annotated[ThroughputSizes, arg(name="", constructor=by_topic(ThroughputSizes, {"workloads": "workload"}))]
 Startup = Annotated[StartupSettings, arg(name="", constructor=by_topic(StartupSettings, {"startup": "rounds"}))]
 Kernels = Annotated[KernelFlags, arg(name="", constructor=by_topic(KernelFlags, {"kernels": "decode"}))]
+Recording = Annotated[ProfileFlags, arg(name="", constructor=by_topic(ProfileFlags, {"profile": "rows"}))]
 Load = Annotated[LoadFlags, arg(name="", constructor=by_topic(LoadFlags, {"load": "concurrency"}))]
 ChatSampling = Annotated[ChatSamplingFlags, arg(name="", constructor=by_topic(ChatSamplingFlags, SAMPLING_TOPICS))]
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Command:
-    debug: FlagCreatePairsOff[bool] = False
-    """Show where an error came from."""
-
-
 @dataclass(frozen=True)
-class Generate(_Command):
+class Generate(CommandFlags):
     """Complete prompts, all in one batch.
 
     Example: jaxllm generate smollm2-135m-instruct "The sea is"
@@ -186,7 +201,7 @@ class Generate(_Command):
 
 
 @dataclass(frozen=True)
-class Chat(_Command):
+class Chat(CommandFlags):
     """Talk with a model. /help there lists what else can be typed; Ctrl-C stops an answer.
 
     Example: jaxllm chat smollm2-135m-instruct --temperature 0.7
@@ -199,7 +214,7 @@ class Chat(_Command):
 
 
 @dataclass(frozen=True)
-class Serve(_Command):
+class Serve(CommandFlags):
     """Serve a model over HTTP, as OpenAI's clients expect it.
 
     Example: jaxllm serve smollm2-135m-instruct --port 8000
@@ -209,63 +224,24 @@ class Serve(_Command):
     engine: Engine
 
 
-@dataclass(frozen=True)
-class Convert(_Command):
-    """Write a model to a folder that any number of devices loads fast, each only its part (Orbax's format).
-
-    Example: jaxllm convert smollm2-135m-instruct models/smollm2 --dtype bfloat16
-    """
-
-    model: Annotated[Positional[str], arg(metavar="MODEL")]
-    """Short name, GGUF file, Hugging Face folder, or hub id."""
-    output: Annotated[Positional[str], arg(metavar="OUT")]
-    """Folder to make. It is then a MODEL."""
-    dtype: DType = "auto"
-    """Type of the weights. auto: the checkpoint's, which is float32 if it is quantised."""
-    load_format: LoadFormat = "auto"
-    """dummy: the weights are random, and MODEL may be a shape that is built in."""
-    seed: int = 0
-    """Seed of random weights."""
-    device: Annotated[str | None, arg(help_behavior_hint="")] = None
-    """Where the model lies meanwhile, as "cpu" or "cuda:0"; by default what JAX finds first."""
-    tensor_parallel_size: int = 1
-    """Number of devices it is split over meanwhile. What is written does not depend on it."""
-
-
-@dataclass(frozen=True)
-class Pull(_Command):
-    """Download a model into the cache folder and print its path; without a name, list those that have one.
-
-    Example: jaxllm pull smollm2-135m-instruct
-    """
-
-    name: Annotated[Positional[str | None], arg(metavar="[NAME]", help_behavior_hint="")] = None
-    """Short name of the model."""
-
-
-@dataclass(frozen=True)
-class Models(_Command):
-    """List the model families that are supported, and the models that can be pulled.
-
-    Example: jaxllm models
-    """
-
-
-@dataclass(frozen=True)
-class Env(_Command):
-    """Print what a bug report needs: versions, machine, devices, settings.
-
-    Example: jaxllm env --json
-    """
-
-    json: FlagCreatePairsOff[bool] = False
-    """Print it as JSON."""
-
-
 @dataclass(frozen=True, kw_only=True)
-class _Benchmark(_Command):
+class _Benchmark(CommandFlags):
     json: Annotated[str | None, arg(metavar="FILE", help_behavior_hint="")] = None
     """File to write the figures to, with machine, versions and parameters; - is standard output."""
+
+
+@dataclass(frozen=True)
+class Profile(_Benchmark):
+    """Record decode steps: where their time goes, on the device and on the host.
+
+    The time of the same steps with nothing recorded stands beside theirs. On a GPU they run in CUDA graphs, as always;
+    --enforce-eager does without.
+
+    Example: jaxllm profile llama-3.1-8b --load-format dummy --rows 64 --context 512 --steps 32
+    """
+
+    recording: Recording
+    engine: Engine
 
 
 @dataclass(frozen=True)
@@ -366,13 +342,15 @@ class Bench:
         return self.benchmark.debug
 
 
-type AnyCommand = Generate | Chat | Serve | Bench | Convert | Pull | Models | Env
+type AnyCommand = Generate | Chat | Serve | Bench | Profile | Top | Convert | Pull | Models | Env
 
 Command = (
     Annotated[Generate, subcommand("generate")]
     | Annotated[Chat, subcommand("chat")]
     | Annotated[Serve, subcommand("serve")]
     | Annotated[Bench, subcommand("bench")]
+    | Annotated[Profile, subcommand("profile")]
+    | Annotated[Top, subcommand("top")]
     | Annotated[Convert, subcommand("convert")]
     | Annotated[Pull, subcommand("pull")]
     | Annotated[Models, subcommand("models")]
@@ -384,6 +362,8 @@ MODULES: dict[type, str] = {
     Chat: "jaxllm.serving.cli_chat",
     Serve: "jaxllm.serving.cli_serve",
     Bench: "jaxllm.serving.cli_bench",
+    Profile: "jaxllm.serving.cli_profile",
+    Top: "jaxllm.serving.cli_top",
     Convert: "jaxllm.serving.cli_convert",
     Pull: "jaxllm.serving.cli_pull",
     Models: "jaxllm.serving.cli_models",

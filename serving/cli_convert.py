@@ -9,7 +9,7 @@ from pathlib import Path
 
 from jaxllm.config import EngineConfig
 from jaxllm.models.conversion import convert
-from jaxllm.serving.cli_commands import Convert
+from jaxllm.serving.cli_small_commands import Convert
 
 
 def run(command: Convert) -> None:

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from jaxllm.bench.host import cpu_model
 from jaxllm.cache_dir import cache_dir
-from jaxllm.serving.cli_commands import Env
+from jaxllm.serving.cli_small_commands import Env
 
 type Finding = str | list[str] | dict[str, str]
 

@@ -15,7 +15,7 @@ from rich.text import Text
 from jaxllm.models.families import supported
 from jaxllm.models.registry import REGISTRY
 from jaxllm.models.shapes import SHAPES
-from jaxllm.serving.cli_commands import Models
+from jaxllm.serving.cli_small_commands import Models
 
 _WIDTH_OF_FILES = 200
 """In characters, where nothing says how wide a line may be: rows stay whole for other programs."""

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from jaxllm.models import hub
 from jaxllm.models.registry import REGISTRY, RegistryEntry
-from jaxllm.serving.cli_commands import Pull
+from jaxllm.serving.cli_small_commands import Pull
 
 
 def run(command: Pull) -> None:

@@ -11,22 +11,16 @@ import logging
 import os
 
 from jaxllm.engine.async_llm import AsyncLLM
+from jaxllm.logs import FORMAT, get_level
 from jaxllm.serving.cli_commands import Serve
 from jaxllm.serving.server import make_server
-from jaxllm.serving.server_settings import ServerSettings
-
-KEYS_VARIABLE = "JAXLLM_API_KEY"
-"""Holds one key, or several with commas between them."""
-
-_LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
-_QUIET = ("jax", "httpx", "asyncio", "uvicorn.error")
-"""Libraries that have more to say than an operator wants to read."""
+from jaxllm.serving.server_settings import KEYS_VARIABLE, ServerSettings
 
 
 def run(command: Serve) -> None:
     config = command.engine.make_config()
     settings = _with_keys(command.server.make_settings())
-    _set_up_log(settings.log_level)
+    _set_up_log(settings.log_level or get_level("info"))
     engine = AsyncLLM(config, in_process=settings.in_process, engine_timeout=settings.engine_timeout)
     server = make_server(engine, config.model, settings)
     with asyncio.Runner(loop_factory=server.config.get_loop_factory()) as runner:
@@ -40,7 +34,6 @@ def _with_keys(settings: ServerSettings) -> ServerSettings:
 
 
 def _set_up_log(level: str) -> None:
-    logging.basicConfig(level=level.upper(), format=_LOG_FORMAT)
-    if level != "debug":
-        for name in _QUIET:
-            logging.getLogger(name).setLevel(logging.WARNING)
+    """Other libraries have more to say than an operator wants to read: their warnings only."""
+    logging.basicConfig(level=logging.WARNING, format=FORMAT)
+    logging.getLogger("jaxllm").setLevel(level.upper())

@@ -41,6 +41,7 @@ class Generation:
     prompts: Sequence[list[int]]
     params: SamplingParams
     cache_salt: str | None = None
+    priority: int = 0
     timeout: float | None = None
     """Seconds."""
     only_prompt: bool = False
@@ -78,7 +79,8 @@ class Generation:
         if self.cache_salt is not None:
             prompt["cache_salt"] = self.cache_salt
         watch = _Watch(self.service, self.params)
-        async with aclosing(self.service.engine.generate(prompt, self.params, self.engine_id(index))) as outputs:
+        engine_id, priority = self.engine_id(index), self.priority
+        async with aclosing(self.service.engine.generate(prompt, self.params, engine_id, priority)) as outputs:
             async for output in outputs:
                 watch.note(output)
                 await emit(index, _without_answer(output) if self.only_prompt else output)

@@ -91,7 +91,9 @@ class CompletionLogprobsWriter:
 
 
 def _best(candidates: TokenLogprobs, num_top: int) -> list[int]:
-    return sorted(candidates, key=lambda token_id: -candidates[token_id].logprob)[:num_top]
+    """The most likely ones in order; -1: all."""
+    ordered = sorted(candidates, key=lambda token_id: -candidates[token_id].logprob)
+    return ordered if num_top == -1 else ordered[:num_top]
 
 
 def _entry(tokenizer: Tokenizer, token_id: int, found: Logprob) -> TopLogprob:

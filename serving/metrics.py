@@ -5,15 +5,20 @@ The invariant: names after the prefix, meanings and labels are vLLM's where vLLM
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import math
+from bisect import bisect_left
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import accumulate
 from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Info, generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
+from prometheus_client.utils import floatToGoString
 
 from jaxllm.config import EngineConfig
 from jaxllm.engine.engine_stats import EngineStats
+from jaxllm.engine.memory_use import resident_bytes
 from jaxllm.outputs import RequestTimes
 from jaxllm.sampling_params import SamplingParams
 
@@ -28,7 +33,6 @@ _ANSWERS = (1, 2, 5, 10, 20)
 
 _HISTOGRAMS: Sequence[tuple[str, str, Sequence[float]]] = (
     ("time_to_first_token_seconds", "From arrival to the first token.", _FIRST_TOKEN),
-    ("inter_token_latency_seconds", "Between two outputs of a stream.", _BETWEEN_TOKENS),
     ("request_time_per_output_token_seconds", "Mean time of a token after the first.", _BETWEEN_TOKENS),
     ("e2e_request_latency_seconds", "From arrival to the last token.", _WHOLE),
     ("request_queue_time_seconds", "From arrival until it is scheduled.", _WHOLE),
@@ -44,6 +48,8 @@ _HISTOGRAMS: Sequence[tuple[str, str, Sequence[float]]] = (
 _ENGINE_GAUGES: Sequence[tuple[str, str, str]] = (
     ("num_requests_running", "num_running", "Requests that have a seat in the engine."),
     ("num_requests_waiting", "num_waiting", "Requests that wait for one."),
+    ("num_requests_swapped", "num_swapped", "Requests whose K/V are in host memory."),
+    ("cpu_cache_usage_perc", "host_cache_usage", "Share of host memory's blocks that swapped requests hold; 1 is all."),
     ("kv_cache_usage_perc", "kv_cache_usage", "Share of the K/V cache's blocks in use; 1 is all."),
     ("padding_share", "padding_share", "Share of the computed tokens that nobody asked for; 1 is all."),
 )
@@ -51,13 +57,21 @@ _ENGINE_COUNTERS: Sequence[tuple[str, str, str]] = (
     ("num_preemptions", "num_preemptions", "Requests that gave up their K/V for others."),
     ("prefix_cache_queries", "prefix_cache_queries", "Tokens that were looked up in the prefix cache."),
     ("prefix_cache_hits", "prefix_cache_hits", "Tokens that were found there."),
+    ("cpu_prefix_cache_hits", "host_cache_hits", "Tokens among them that came from host memory."),
+    ("swapped_out_bytes", "bytes_swapped_out", "Bytes of K/V copied to host memory."),
+    ("swapped_in_bytes", "bytes_swapped_in", "Bytes of K/V copied back from host memory."),
     ("prompt_tokens", "num_prompt_tokens", "Tokens of prompts that were computed or found."),
     ("prompt_tokens_cached", "num_cached_prompt_tokens", "Tokens of prompts that were found in the prefix cache."),
     ("generation_tokens", "num_generated_tokens", "Tokens that were generated."),
     ("compiles_since_ready", "num_compiles_since_ready", "Programs compiled while serving, which should be none."),
     ("engine_steps", "num_steps", "Steps of the engine."),
+    ("engine_step_seconds", "step_seconds", "Time that steps took, from planning until their tokens were read."),
     ("step_tokens", "num_step_tokens", "Tokens that steps were asked to compute."),
     ("padded_step_tokens", "num_padded_tokens", "Tokens that steps computed, padding included."),
+)
+_MEMORY_GAUGES: Sequence[tuple[str, str, str, str]] = (
+    ("device_memory_used_bytes", "device", "device_bytes_in_use", "What the engine's process holds on a device."),
+    ("device_memory_limit_bytes", "device", "device_bytes_limit", "What it may take there."),
 )
 
 
@@ -78,7 +92,8 @@ class Metrics:
         self._rejections.labels(**self._label)
         self._http = self._make(Counter, "http_requests", "Requests by route and status.", ("route", "status"))
         self._server_load = self._make(Gauge, "server_load", "Requests that are being answered.").labels(**self._label)
-        self._between_tokens = self._histograms["inter_token_latency_seconds"]
+        self._between_tokens = _Gaps(model_name)
+        self._registry.register(self._between_tokens)
 
     def _make[T](self, kind: Callable[..., T], name: str, text: str, labels: Sequence[str] = (), **options: Any) -> T:
         return kind(PREFIX + name, text, ("model_name", *labels), registry=self._registry, **options)
@@ -141,6 +156,31 @@ class Metrics:
         self._histograms[name].observe(value)
 
 
+class _Gaps(Collector):
+    """The times between outputs: a histogram that is added to for every token, and so does that at once."""
+
+    def __init__(self, model_name: str) -> None:
+        self._model_name = model_name
+        self._counts = [0] * (len(_BETWEEN_TOKENS) + 1)
+        self._sum = 0.0
+
+    def observe(self, seconds: float) -> None:
+        self._counts[bisect_left(_BETWEEN_TOKENS, seconds)] += 1
+        self._sum += seconds
+
+    def describe(self) -> list[Metric]:
+        return []
+
+    def collect(self) -> Iterator[Metric]:
+        family = HistogramMetricFamily(
+            PREFIX + "inter_token_latency_seconds", "Between two outputs of a stream.", labels=["model_name"]
+        )
+        bounds = [floatToGoString(bound) for bound in (*_BETWEEN_TOKENS, math.inf)]
+        buckets = list(zip(bounds, accumulate(self._counts), strict=True))
+        family.add_metric([self._model_name], buckets, self._sum)
+        yield family
+
+
 class _EngineMetrics(Collector):
     """The latest `EngineStats`; its counters are the engine's own."""
 
@@ -152,6 +192,10 @@ class _EngineMetrics(Collector):
         return []  # not known to the registry beforehand
 
     def collect(self) -> Iterator[Metric]:
+        resident = {"server": resident_bytes()}
+        if self.stats is not None:
+            resident["engine"] = self.stats.resident_bytes
+        yield self._gauge("process_resident_memory_bytes", "Host memory of a process.", "process", resident)
         if self.stats is None:
             return
         for kind, metrics in ((GaugeMetricFamily, _ENGINE_GAUGES), (CounterMetricFamily, _ENGINE_COUNTERS)):
@@ -159,3 +203,11 @@ class _EngineMetrics(Collector):
                 family = kind(PREFIX + name, text, labels=["model_name"])
                 family.add_metric([self._model_name], getattr(self.stats, field))
                 yield family
+        for name, label, field, text in _MEMORY_GAUGES:
+            yield self._gauge(name, text, label, getattr(self.stats, field))
+
+    def _gauge(self, name: str, text: str, label: str, values: Mapping[str, float]) -> Metric:
+        family = GaugeMetricFamily(PREFIX + name, text, labels=["model_name", label])
+        for key, value in values.items():
+            family.add_metric([self._model_name, key], value)
+        return family

@@ -18,12 +18,15 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from jaxllm.serving.errors import ApiError, error_response
 from jaxllm.serving.generation import ClientGone
 from jaxllm.serving.metrics import Metrics
+from jaxllm.serving.streaming import SEND_PART
 
 logger = logging.getLogger(__name__)
 
 REQUEST_ID_HEADER = "X-Request-Id"
 CLIENT_GONE = 499
 OPEN_PATHS = frozenset({"/health", "/ping"})
+_WATCHED_PATHS = frozenset({"/metrics", "/debug/requests"})
+"""What is asked every second by somebody who watches: no news for the log."""
 
 _REQUEST_ID = re.compile(r"[\w.:-]{1,128}", re.ASCII)
 
@@ -56,7 +59,7 @@ class Observed:
                 MutableHeaders(scope=message)[REQUEST_ID_HEADER] = request_id
             await send(message)
 
-        scope.setdefault("state", {})
+        scope.setdefault("state", {})[SEND_PART] = send
         try:
             await self._app(scope, receive, send_with_id)
         except ClientGone:
@@ -73,7 +76,7 @@ class Observed:
         self._metrics.count_response(path if path in self._routes else "other", status)
         if status == 429:
             self._metrics.count_rejection()
-        level = logging.DEBUG if path in OPEN_PATHS or path == "/metrics" else logging.INFO
+        level = logging.DEBUG if path in OPEN_PATHS | _WATCHED_PATHS else logging.INFO
         if not logger.isEnabledFor(level):
             return
         state = State(scope["state"])

@@ -17,7 +17,6 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "use_beam_search": (None, False),
     "length_penalty": (None, 1.0, 1),
     "best_of": (None, 1),
-    "priority": (None, 0),
     "store": (None, False),
     "metadata": (None, {}),
     "service_tier": (None, "auto", "default"),
@@ -76,6 +75,8 @@ class GenerationRequest(SamplingFields):
     """Becomes part of the response's id."""
     cache_salt: str | None = Field(default=None, min_length=1)
     """Only requests with the same salt share cached computations."""
+    priority: int | None = None
+    """The lower, the sooner; other than 0 only if the server's scheduling policy heeds it."""
     return_token_ids: bool | None = None
     """Send token ids besides texts."""
 

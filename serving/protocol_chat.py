@@ -79,7 +79,9 @@ class ChatCompletionRequest(GenerationRequest, ChatPromptFields):
     max_completion_tokens: int | None = None
     """The newer name of max_tokens; by default up to the model's context length."""
     logprobs: bool | None = None
-    top_logprobs: int | None = Field(default=None, ge=0, le=20)
+    top_logprobs: int | None = Field(default=None, ge=-1)
+    """How many alternatives to each token are told: 20 at the most, unless the engine's max_logprobs allows more; -1 is
+    all tokens."""
 
 
 class TopLogprob(TypedDict):

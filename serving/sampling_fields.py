@@ -17,11 +17,15 @@ from jaxllm.serving.protocol_completions import CompletionRequest
 NAMES = frozenset(item.name for item in dataclasses.fields(SamplingParams))
 
 
-def chat_params(request: ChatCompletionRequest) -> SamplingParams:
+def chat_params(request: ChatCompletionRequest, max_logprobs: int) -> SamplingParams:
     """Raises ApiError or ValueError: a field is not supported, or a value is out of range."""
-    if request.top_logprobs and not request.logprobs:
+    num_top = request.top_logprobs or 0
+    if num_top and not request.logprobs:
         raise bad_request("top_logprobs needs logprobs=true", param="top_logprobs")
-    logprobs = (request.top_logprobs or 0) if request.logprobs else None
+    if max_logprobs != -1 and not 0 <= num_top <= max_logprobs:
+        remedy = f"ask for 0 to {max_logprobs}, or start the server with --max-logprobs -1, which is no limit"
+        raise bad_request(f"top_logprobs={num_top} is more than this server tells: {remedy}", param="top_logprobs")
+    logprobs = num_top if request.logprobs else None
     max_tokens = request.max_tokens if request.max_completion_tokens is None else request.max_completion_tokens
     return _make(request, max_tokens=max_tokens, logprobs=logprobs)
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import logging
 import signal
 import socket
@@ -87,6 +88,8 @@ class Server(uvicorn.Server):
             self.should_exit = True
             return
         self._service.metrics.show_config(engine.config)
+        gc.collect()
+        gc.freeze()  # What there is now stays: looking through it again would only delay streams.
         logger.info("%s is ready", self._service.model_name)
         error = await engine.wait_dead()
         if self._service.admission.is_draining:

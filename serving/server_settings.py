@@ -9,6 +9,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
+KEYS_VARIABLE = "JAXLLM_API_KEY"
+"""Holds one key, or several with commas between them."""
+
 SERVER_TOPICS = {
     "server": "host",
     "access": "api_key",
@@ -72,12 +75,15 @@ class ServerSettings:
     default_chat_template_kwargs: str | None = None
     """JSON object of variables of the chat template; a request's chat_template_kwargs go before them."""
 
-    log_level: Literal["debug", "info", "warning", "error"] = "info"
-    """Least important messages that are logged; info has a line per request."""
+    log_level: Literal["debug", "info", "warning", "error"] | None = None
+    """Least important messages that are logged; info has a line per request, debug one per step of the engine. By default
+    what JAXLLM_LOG says, or info."""
     log_prompts: bool = False
     """Log the texts of prompts and answers, too."""
     vllm_metrics: bool = False
     """Give every metric a second time under vLLM's prefix, for dashboards that were made for it."""
+    profiler_dir: str | None = None
+    """Folder that POST /start_profile and /stop_profile record profiles in; without it they are refused."""
     enable_force_include_usage: bool = False
     """End every stream with its usage, as if it had asked for it."""
 

@@ -1,7 +1,8 @@
 """Server-sent events: an answer while it is made.
 
-The invariant: an error before the first event is a response of its own, with its status; one after it is an event.
-A stream ends with [DONE], whatever happened; one that does not was cut off.
+The invariants: an error before the first event is a response of its own, with its status; one after it is an event.
+A stream ends with [DONE], whatever happened; one that does not was cut off. An event is the same bytes whether it was
+made from a template or from its value.
 """
 
 from __future__ import annotations
@@ -26,12 +27,33 @@ _HEADERS = [
     (b"x-accel-buffering", b"no"),
 ]
 
+SEND_PART = "send_part"
+"""In a request's state: sends parts of its response's body, but not their beginning."""
+
 _encode = msgspec.json.Encoder().encode
 
 
 def event(content: object) -> bytes:
     """A value as an event."""
     return b"data: " + _encode(content) + b"\n\n"
+
+
+class TextTemplate:
+    """Events that differ in nothing but a text: all of them cost what their text does.
+
+    Args:
+        content: such an event, as a value in which `PLACE` stands where its text goes and nothing after it is free.
+    """
+
+    PLACE = "\0"
+
+    def __init__(self, content: object) -> None:
+        before, found, after = event(content).rpartition(_encode(self.PLACE))
+        assert found, "an event without a place for its text"
+        self._before, self._after = before, after
+
+    def event(self, text: str) -> bytes:
+        return self._before + _encode(text) + self._after
 
 
 class AnswerWriter(Protocol):
@@ -41,8 +63,8 @@ class AnswerWriter(Protocol):
         """The response, of the finished output of every prompt."""
         ...
 
-    def chunk(self, index: int, output: RequestOutput, counter: UsageCounter) -> Mapping[str, Any] | None:
-        """A part of the response: what is new of the prompt with this index. None: nothing that can be shown."""
+    def part(self, index: int, output: RequestOutput, counter: UsageCounter) -> bytes | None:
+        """A part of the response as an event: what is new of the prompt with this index. None: nothing can be shown."""
         ...
 
     def usage_chunk(self, usage: Usage) -> Mapping[str, Any] | None:
@@ -57,38 +79,43 @@ class EventStream:
         self._generation = generation
         self._writer = writer
         self._counter = counter
-        self._send: Send | None = None
-        self._started = False
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        self._send = send
+        body = _Body(scope, send)
         try:
-            await until_gone(receive, self._run())
+            await until_gone(receive, self._run(body))
         except ClientGone:
-            if not self._started:
+            if not body.has_begun:
                 raise
         except Exception as error:
-            if not self._started:
+            if not body.has_begun:
                 raise
-            await self._write(event(as_api_error(error).body) + DONE)
-            await send({"type": "http.response.body", "body": b""})
+            await body.write(event(as_api_error(error).body) + DONE, more=False)
 
-    async def _run(self) -> None:
-        await self._generation.run(self._emit)
+    async def _run(self, body: _Body) -> None:
+        async def emit(index: int, output: RequestOutput) -> None:
+            self._counter.note(index, output)
+            events = self._writer.part(index, output, self._counter)
+            if events is not None:
+                await body.write(events)
+
+        await self._generation.run(emit)
         last = self._writer.usage_chunk(self._counter.usage)
-        await self._write(DONE if last is None else event(last) + DONE)
-        assert self._send is not None, "called as an application"
-        await self._send({"type": "http.response.body", "body": b""})
+        await body.write(DONE if last is None else event(last) + DONE, more=False)
 
-    async def _emit(self, index: int, output: RequestOutput) -> None:
-        self._counter.note(index, output)
-        chunk = self._writer.chunk(index, output, self._counter)
-        if chunk is not None:
-            await self._write(event(chunk))
 
-    async def _write(self, events: bytes) -> None:
-        assert self._send is not None, "called as an application"
-        if not self._started:
-            self._started = True
+class _Body:
+    """The events of one response, which begins with the first of them."""
+
+    def __init__(self, scope: Scope, send: Send) -> None:
+        self.has_begun = False
+        self._scope = scope
+        self._send = send
+
+    async def write(self, events: bytes, more: bool = True) -> None:
+        if not self.has_begun:
+            self.has_begun = True
             await self._send({"type": "http.response.start", "status": 200, "headers": _HEADERS})
-        await self._send({"type": "http.response.body", "body": events, "more_body": True})
+            # Past everything that looks at the beginning of a response only: a stream has thousands of parts.
+            self._send = self._scope["state"][SEND_PART]
+        await self._send({"type": "http.response.body", "body": events, "more_body": more})

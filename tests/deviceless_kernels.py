@@ -27,7 +27,7 @@ from jaxllm.kernels.sampling import draw, find_threshold, summarize, top_tokens
 NUM_BLOCKS, CONTEXT = 64, 4096
 HEAD_DIMS, PAGES = (64, 80, 96, 128, 256), (16, 32, 64, 128)
 DECODES, CHUNKS = ((4, 4), (64, 64)), (512, 8)
-"""Tokens and rows."""
+"""Tokens and rows; as many of each are a decode step, others have chunks beside single tokens."""
 
 type Array = Callable[..., jax.ShapeDtypeStruct]
 """Of a shape and a dtype."""
@@ -51,7 +51,11 @@ class Attention(NamedTuple):
         ]
 
         def attend(q, k, v, tables, kv_lens, cu_q_lens, sinks):
-            options = {**self.options, "sinks": sinks if self.sinks else None}
+            options = {
+                **self.options,
+                "sinks": sinks if self.sinks else None,
+                "single_queries": self.tokens == self.rows,
+            }
             return ragged_paged_attention(
                 q, k, v, tables, kv_lens, cu_q_lens, scale=0.1, backend="pallas", **options
             )  # fmt: skip
@@ -141,6 +145,7 @@ def _attention_cases():
         yield f"{kind}, sinks", Attention(tokens, rows, 7, 64, sinks=True)
         every = {"window": 1000, "soft_cap": 50.0}
         yield f"{kind}, every option", Attention(tokens, rows, 3, 80, 32, options=every, sinks=True)
+        yield f"{kind}, large step", Attention(256 if kind == "decode" else 8192, 256)
         for head_dim in (128, 256):
             yield f"{kind}, float32, head_dim {head_dim}", Attention(tokens, rows, head_dim=head_dim, dtype=jnp.float32)
 

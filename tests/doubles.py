@@ -1,6 +1,6 @@
 """Stand-ins for the device: a runner that models paged memory, and a loop that drives a scheduler over it.
 
-`FakeRunner` keeps what a device keeps (block tables and last tokens by seat, K/V by slot), learns of
+`FakeRunner` keeps what a device keeps (block tables and last tokens by seat, K/V by slot, chunks of host memory), learns of
 changes from plans alone, and checks on every step that each row finds exactly its own tokens in its
 blocks. A block given to two requests, a table change that was not told, a seat mixed up or a token
 lost or doubled by a preemption is an AssertionError in the step that would have computed nonsense.
@@ -20,8 +20,11 @@ from jaxllm.config import CacheSize
 from jaxllm.outputs import TokenOutput
 from jaxllm.request import FinishReason, Request, RequestStatus
 from jaxllm.sampling_params import SamplingParams
-from jaxllm.scheduling.plan import BlockCopy, PlanRow, StepOutput, StepPlan
+from jaxllm.scheduling.plan import BlockCopy, PlanRow, StepOutput, StepPlan, SwapIn, SwapOut
+from jaxllm.scheduling.policy import AdmissionOrder
 from jaxllm.scheduling.scheduler import Scheduler, StepLimits
+from jaxllm.scheduling.swap_rule import SwapRule
+from jaxllm.scheduling.victims import VictimChoice
 
 VOCAB_SIZE = 251  # a token is a byte
 
@@ -88,6 +91,8 @@ class FakeRunner:
     def __init__(self, num_seats: int, size: CacheSize) -> None:
         self.size = size
         self.slots: dict[tuple[int, int], Entry | None] = {}
+        self.chunks: dict[int, list[list[Entry | None]]] = {}
+        """What was swapped out last to each chunk, row by row."""
         self.tables: list[dict[int, int]] = [{} for _ in range(num_seats)]
         self.last_tokens: list[int | None] = [None] * num_seats
         self.owners: list[Request | None] = [None] * num_seats
@@ -100,6 +105,7 @@ class FakeRunner:
         """Run a step: every row writes its K/V before any row reads, as in each layer of a model."""
         seats = [row.seat for row in plan.rows]
         assert len(set(seats)) == len(seats), f"a seat is in the plan twice: {seats}"
+        self._swap(plan.swap_out, plan.swap_in)
         self._copy(plan.copies)
         for row in plan.rows:
             self._take_changes(row)
@@ -112,6 +118,20 @@ class FakeRunner:
             for row, tokens in rows:
                 tokens.append(self._compute(row))
         return FakePendingStep(StepOutput(sampled, [[-float(token) for token in tokens] for tokens in sampled]))
+
+    def _swap(self, swap_out: Sequence[SwapOut], swap_in: Sequence[SwapIn]) -> None:
+        """First all that leaves, then what comes: a chunk may be written and read by the same plan."""
+        offsets = range(self.size.block_size)
+        for chunk, block_ids in swap_out:
+            assert 0 <= chunk < self.size.host_chunks and 0 < len(block_ids) <= self.size.chunk_blocks
+            self.chunks[chunk] = [[self.slots.get((block_id, offset)) for offset in offsets] for block_id in block_ids]
+        destinations = [block_id for _, _, block_ids in swap_in for block_id in block_ids]
+        assert len(set(destinations)) == len(destinations) and 0 not in destinations, "a block is brought back twice"
+        for chunk, rows, block_ids in swap_in:
+            assert 0 < len(rows) <= self.size.chunk_blocks
+            for row, block_id in zip(rows, block_ids, strict=True):
+                for offset in offsets:
+                    self.slots[block_id, offset] = self.chunks[chunk][row][offset]
 
     def _copy(self, copies: Sequence[BlockCopy]) -> None:
         """Before any write of the step; whatever was in a destination is gone."""
@@ -190,8 +210,18 @@ class FakeEngine:
     max_steps = 1
     """Decode steps that a call may do."""
 
-    def __init__(self, limits: StepLimits, size: CacheSize, depth: int = 1, enable_prefix_caching: bool = True) -> None:
-        self.scheduler = Scheduler(limits, size, enable_prefix_caching)
+    def __init__(
+        self,
+        limits: StepLimits,
+        size: CacheSize,
+        depth: int = 1,
+        enable_prefix_caching: bool = True,
+        swap_rule: SwapRule | None = None,
+        waiting: AdmissionOrder | None = None,
+        victims: VictimChoice | None = None,
+    ) -> None:
+        self.scheduler = Scheduler(limits, size, enable_prefix_caching, waiting, victims, swap_rule)
+        self.keeps_arrival_order = waiting is None and victims is None
         self.runner = FakeRunner(limits.seats, size)
         self.limits = limits
         self.depth = depth
@@ -288,12 +318,16 @@ class FakeEngine:
         placed = [*ordered, *forking]
         assert len(placed) == len(scheduler.requests) == len(set(placed)), "a request is lost or in two places"
         assert all(child.parent and child in child.parent.children for child in forking), "a child is forgotten"
+        assert sum(request.status is RequestStatus.SWAPPED for request in ordered) == scheduler.num_swapped
         arrivals = [request.arrival_time for request in ordered if request.parent is None]
-        assert arrivals == sorted(arrivals), "requests were overtaken"
+        assert not self.keeps_arrival_order or arrivals == sorted(arrivals), "requests were overtaken"
         for request in ordered:
             runs = request.request_id in scheduler.running
             assert scheduler.requests[request.request_id] is request
-            assert request.status is (RequestStatus.RUNNING if runs else RequestStatus.WAITING)
+            swapped = scheduler.kv.host.swapped(request) is not None
+            assert not (runs and swapped), f"{request.request_id} runs, and is swapped out"
+            waits = RequestStatus.SWAPPED if swapped else RequestStatus.WAITING
+            assert request.status is (RequestStatus.RUNNING if runs else waits)
             assert (request.seat is not None) == runs
         taken = [request.seat for request in scheduler.running.values() if request.seat is not None]
         seats = sorted([*taken, *scheduler._free_seats])

@@ -33,8 +33,10 @@ class FakeAsyncLLM:
         is_loaded: it is ready at once.
     """
 
-    def __init__(self, max_model_len=160, max_num_seqs=4, step_seconds=0.0, is_loaded=True):
-        self.config = EngineConfig("fake", max_model_len=max_model_len, max_num_seqs=max_num_seqs)
+    def __init__(self, max_model_len=160, max_num_seqs=4, step_seconds=0.0, is_loaded=True, policy="fcfs"):
+        self.config = EngineConfig(
+            "fake", max_model_len=max_model_len, max_num_seqs=max_num_seqs, scheduling_policy=policy
+        )
         self.model_config = ModelConfig(
             "fake", vocab_size=270, hidden_size=1, num_layers=1, num_heads=1, num_kv_heads=1, head_dim=1,
             intermediate_size=1, max_position_embeddings=max_model_len,
@@ -46,7 +48,9 @@ class FakeAsyncLLM:
         self.running: dict[str, Request] = {}
         self.aborted: list[str] = []
         self.salts: list[str | None] = []
+        self.priorities: list[int] = []
         self.reset_result = True
+        self.profile_folder: str | None = None
         self._maker = RequestMaker(self.tokenizer, self.config, self.model_config)
         self._answers = Answers(self.tokenizer)
         self._queues: dict[str, asyncio.Queue] = {}
@@ -57,13 +61,14 @@ class FakeAsyncLLM:
     async def start(self):
         self.is_ready = self.is_running = True
 
-    async def generate(self, prompt, params, request_id):
+    async def generate(self, prompt, params, request_id, priority=0):
         if self.dead_error is not None:
             raise self.dead_error
         times = RequestTimes(time.monotonic())
-        text, request = self._maker.make(request_id, prompt, params)
+        text, request = self._maker.make(request_id, prompt, params, priority)
         self._answers.add(text, request)
         self.salts.append(request.cache_salt)
+        self.priorities.append(request.priority)
         queue = self._queues[request_id] = asyncio.Queue()
         self.running |= {one.request_id: one for one in (request, *request.children)}
         if self._loop_task is None or self._loop_task.done():
@@ -109,6 +114,17 @@ class FakeAsyncLLM:
     async def reset_prefix_cache(self):
         return self.reset_result
 
+    async def start_profile(self, folder):
+        if self.profile_folder is not None:
+            raise ValueError("a profile is being recorded already")
+        self.profile_folder = folder
+
+    async def stop_profile(self):
+        folder, self.profile_folder = self.profile_folder, None
+        if folder is None:
+            raise ValueError("no profile is being recorded")
+        return {"folder": f"{folder}/plugins/profile/1", "summary": {"steps": 3}}
+
     async def stats(self):
         seats = self.config.max_num_seqs
         return EngineStats(
@@ -142,7 +158,7 @@ class FakeAsyncLLM:
 
     def _step(self, request):
         token = fake_token(request)
-        request.append_token(token, -0.5)
+        request.append_tokens([token], [-0.5])
         request.num_tokens += 1
         self._num_generated += 1
         reason = FinishReason.LENGTH if request.num_tokens >= request.max_len else None

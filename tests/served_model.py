@@ -9,6 +9,7 @@ from tokenizers import decoders, models, pre_tokenizers
 
 DATA = Path(__file__).parent / "data" / "tiny" / "llama"
 CONTEXT = 512
+VOCAB = json.loads((DATA / "config.json").read_text())["vocab_size"]
 TEMPLATE = "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}{% if add_generation_prompt %}assistant:{% endif %}"
 FLAGS = ["--max-num-seqs", "4", "--max-num-batched-tokens", "8", "--served-model-name", "tiny"]
 """Few shapes, as compiling them takes longest."""

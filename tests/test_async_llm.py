@@ -234,15 +234,22 @@ def cpu_seconds(pid: int) -> float:
 
 
 def test_a_caller_that_does_not_read_delays_nobody_and_misses_nothing(engine, run):
-    async def be_slow() -> tuple[list, list]:
-        params = dataclasses.replace(LONG, output_kind=DELTA)
-        slow = {name: engine.generate("hello", dataclasses.replace(params, max_tokens=30), name) for name in "ab"}
+    async def be_slow() -> tuple[list, list, list]:
+        params = dataclasses.replace(LONG, output_kind=DELTA, logprobs=1, max_tokens=30)
+        whole = await collect(engine, "hello", dataclasses.replace(params, output_kind=FINAL), "whole")
+        slow = {name: engine.generate("hello", params, name) for name in "ab"}
         firsts = [await anext(stream) for stream in slow.values()]
         await collect(engine, "hello", LONG, "c")
         assert (await engine.stats()).num_running == 0, "they are computed, although nobody read them yet"
         rest = [await collect_rest(stream) for stream in slow.values()]
-        return firsts, rest
+        return whole, firsts, rest
 
-    firsts, rest = run(be_slow())
-    for first, others in zip(firsts, rest, strict=True):
-        assert sum(len(output.outputs[0].token_ids) for output in (first, *others)) == 30
+    [whole], firsts, rests = run(be_slow())
+    for first, rest in zip(firsts, rests, strict=True):
+        [last] = rest  # what waited for its reader is one output
+        parts = [output.outputs[0] for output in (first, last)]
+        assert [*parts[0].token_ids, *parts[1].token_ids] == whole.outputs[0].token_ids
+        assert parts[0].text + parts[1].text == whole.outputs[0].text
+        logprobs = [[*one] for part in parts for one in part.logprobs]
+        assert logprobs == [[*one] for one in whole.outputs[0].logprobs]
+        assert last.finished and parts[1].finish_reason == "length"

@@ -1,5 +1,6 @@
 """Beam search against transformers, whose hypotheses and scores scripts/make_sampling_golden.py wrote down."""
 
+import dataclasses
 import json
 import shutil
 from pathlib import Path
@@ -7,7 +8,7 @@ from pathlib import Path
 import pytest
 from toy_tokenizers import byte_level
 
-from jaxllm import LLM, BeamSearchParams
+from jaxllm import LLM, BeamSearchParams, SamplingParams
 from jaxllm.engine.beam_search import BeamSearch, Candidate, Hypothesis
 
 DATA = Path(__file__).parent / "data"
@@ -19,7 +20,7 @@ def llm(tmp_path_factory):
     folder = tmp_path_factory.mktemp("beams") / "tiny"
     shutil.copytree(DATA / "tiny" / "llama", folder)
     byte_level().backend.save(str(folder / "tokenizer.json"))
-    with LLM(str(folder), dtype="float32", max_num_seqs=16, compilation_cache=False) as llm:
+    with LLM(str(folder), dtype="float32", max_num_seqs=16, max_logprobs=30, compilation_cache=False) as llm:
         yield llm
 
 
@@ -43,7 +44,7 @@ def check(sequences, case):
 def test_hypotheses_and_scores_are_those_of_transformers(llm):
     """All searches at once, each with ends of its own."""
     searches = [
-        BeamSearch(case["prompt"], make_params(case), frozenset(case["eos_token_ids"]), case["max_new_tokens"])
+        BeamSearch(case["prompt"], make_params(case), frozenset(case["eos_token_ids"]), case["max_new_tokens"], 20)
         for case in CASES
     ]
     llm._search(searches, [None] * len(searches), use_tqdm=False)
@@ -68,14 +69,32 @@ def test_as_users_call_it(llm):
 
 
 def test_too_many_beams_are_refused(llm):
-    with pytest.raises(ValueError, match=r"beam_width=11 needs 22 candidates a token with 1 end tokens, .* at most 10"):
-        llm.beam_search([[5, 6]], BeamSearchParams(beam_width=11, max_tokens=4))
+    message = r"beam_width=16 needs 32 candidates a token with 1 end tokens, .* at most 15, or .* max_logprobs=-1"
+    with pytest.raises(ValueError, match=message):
+        llm.beam_search([[5, 6]], BeamSearchParams(beam_width=16, max_tokens=4))
     with pytest.raises(ValueError, match="prompt is empty"):
         llm.beam_search("", BeamSearchParams(beam_width=2, max_tokens=4))
 
 
+def test_more_beams_than_steps_tell_of(llm):
+    """15 beams, whose 30 candidates the host finds: sums of the log-probabilities that the same tokens have in a prompt."""
+    prompt, before = [5, 6, 7], llm.engine.core.runner.num_compiles_since_ready
+    params = BeamSearchParams(beam_width=15, max_tokens=3, ignore_eos=True)
+    (output,) = llm.beam_search([prompt], params)
+    assert llm.engine.core.runner.num_compiles_since_ready == before
+    assert len({tuple(one.tokens) for one in output.sequences}) == 15
+    scores = [one.score for one in output.sequences]
+    assert scores == sorted(scores, reverse=True)
+    scored = llm.generate([one.tokens for one in output.sequences], SamplingParams(max_tokens=1, prompt_logprobs=0))
+    for one, told in zip(output.sequences, scored, strict=True):
+        own = zip(one.tokens[3:], told.prompt_logprobs[3:], strict=True)
+        assert one.cum_logprob == pytest.approx(sum(entries[token].logprob for token, entries in own), abs=1e-4)
+    (narrow,) = llm.beam_search([prompt], dataclasses.replace(params, beam_width=4))
+    assert narrow.sequences[0].score <= scores[0] + 1e-5, "more beams found less"
+
+
 def test_no_end_takes_the_place_of_a_hypothesis_that_goes_on():
-    search = BeamSearch([1], BeamSearchParams(beam_width=2, max_tokens=3), frozenset({9}), 3)
+    search = BeamSearch([1], BeamSearchParams(beam_width=2, max_tokens=3), frozenset({9}), 3, 20)
     search.advance([[Candidate(9, -0.1), Candidate(5, -1.0), Candidate(6, -2.0), Candidate(7, -3.0)]])
     assert search.running == [Hypothesis((5,), -1.0), Hypothesis((6,), -2.0)]
     assert search.finished == [(-0.1, Hypothesis((9,), -0.1))] and not search.is_over

@@ -12,7 +12,14 @@ import pytest
 from jaxllm import LLM, SamplingParams
 from jaxllm.bench import attention, latency, runs, sampling, startup
 from jaxllm.bench.report import Figure, Report
-from jaxllm.bench.settings import Extent, KernelSettings, LatencySettings, StartupSettings, ThroughputSettings
+from jaxllm.bench.settings import (
+    Extent,
+    KernelSettings,
+    LatencySettings,
+    Mixture,
+    StartupSettings,
+    ThroughputSettings,
+)
 from jaxllm.bench.throughput import measure_throughput
 from jaxllm.bench.workloads import Workload, nano, random_prompt, same_length, shared_prefix
 from jaxllm.outputs import CompletionOutput, RequestOutput
@@ -25,7 +32,14 @@ FLAGS = ["--load-format", "dummy", "--max-model-len", "128", "--max-num-seqs", "
 SIZES = ThroughputSettings(num_prompts=4, longest=12, prefix_len=20, own_len=4, output_len=3, prefill_len=16)
 LATENCY = LatencySettings(rows=(1, 3), context=16, steps=5, prompt_len=8, rounds=2)
 KERNELS = KernelSettings(
-    decode=(Extent(3, 40),), chunk=(40,), num_heads=4, num_kv_heads=2, head_dim=16, sampler_rows=3, vocab_size=300
+    decode=(Extent(3, 40),),
+    chunk=(40,),
+    mixed=(Mixture(3, 40, 2, 10),),
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=16,
+    sampler_rows=3,
+    vocab_size=300,
 )
 
 
@@ -218,11 +232,12 @@ def test_flags_of_several_values():
     command = cli.parse(["bench", "latency", "--rows", "1,8", "m"])
     assert isinstance(command.benchmark, BenchLatency)
     assert (command.benchmark.latency.rows, command.benchmark.engine.model) == ((1, 8), "m")
-    kernels = cli.parse(["bench", "kernels", "--decode", "8x64,1x7"])
+    kernels = cli.parse(["bench", "kernels", "--decode", "8x64,1x7", "--mixed", "8x64+1x7"])
     assert kernels.benchmark.kernels.decode == (Extent(8, 64), Extent(1, 7))
+    assert kernels.benchmark.kernels.mixed == (Mixture(8, 64, 1, 7),)
 
 
-@pytest.mark.parametrize("flags", [["--decode", "8"], ["--decode", "0x8"], ["--chunk", "8,"], ["--decode", "8x-1"]])
+@pytest.mark.parametrize("flags", [["--decode", "8"], ["--decode", "0x8"], ["--chunk", "8,"], ["--mixed", "8x1"]])
 def test_mistyped_values(flags, capsys):
     with pytest.raises(SystemExit) as exit_info:
         cli.main(["bench", "kernels", *flags])
@@ -247,12 +262,13 @@ def test_inputs_of_attention_are_poisoned_where_it_must_not_look():
 def test_kernels():
     report = runs.report_kernels(KERNELS)
     names = [figure.name for figure in report.figures]
-    assert names[:2] == [
+    assert names[:3] == [
         "decode attention, 3 x 40 tokens, 4/2 heads of 16, bfloat16",
         "prompt attention, 40 tokens, 4/2 heads of 16, bfloat16",
+        "decode attention, 3 x 40 tokens, beside prompts, 2 x 10 tokens, 4/2 heads of 16, bfloat16",
     ]
-    assert names[2:] == [f"sampler, 3 rows of 300, {case}" for case in sampling.CASES]
-    for figure in report.figures[:2]:
+    assert names[3:] == [f"sampler, 3 rows of 300, {case}" for case in sampling.CASES]
+    for figure in report.figures[:3]:
         assert not figure.is_wrong
         assert 0 < figure.details["relative_error"] < 5e-3, "bfloat16 against float32"
         assert figure.details["backend"] == "xla"
@@ -271,7 +287,7 @@ def test_wrong_kernel_is_found_out(factor, monkeypatch):
     monkeypatch.setattr(attention, "attend", wrong)
     attention._attend.clear_cache()
     try:
-        (figure,) = attention.measure_attention(dataclasses.replace(KERNELS, chunk=()), seed=1)
+        (figure,) = attention.measure_attention(dataclasses.replace(KERNELS, chunk=(), mixed=()), seed=1)
     finally:
         attention._attend.clear_cache()
     assert figure.is_wrong

@@ -31,7 +31,7 @@ def test_the_chain_grows_with_the_request_and_is_computed_once():
     request = prompt_request("a", [1, 2, 3, 4, 5], 9)
     first = list(hash_blocks(request, 2, 2))
     for token_id in (6, 7, 8):
-        request.append_token(token_id, 0.0)
+        request.append_tokens([token_id], [0.0])
     request.prompt_ids = (9, 9, 9, 9, 5)  # what was hashed is not looked at again
     longer = hash_blocks(request, 4, 2)
     assert longer[:2] == first and longer is request.block_hashes

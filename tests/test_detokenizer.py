@@ -6,7 +6,7 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from tokenizers import decoders
-from toy_tokenizers import PIECES, byte_fallback, byte_level, gemma_decoder, get_id
+from toy_tokenizers import PIECES, byte_fallback, byte_level, gemma_decoder, get_id, words
 
 from jaxllm.engine.detokenizer import MAX_HELD_BYTES, MAX_UNFINISHED_TOKENS, IncrementalDetokenizer, TextVocabulary
 from jaxllm.engine.tokenizer import Tokenizer
@@ -23,8 +23,13 @@ TOYS = {
     "gemma": GEMMA,
     "metaspace": METASPACE,
     "no decoder": byte_fallback(decoders.Sequence([])),
+    "words": words(),
+    "word pieces": words(decoders.WordPiece()),
 }
 AWKWARD_BYTES = [0x0A, 0x20, 0x41, 0x80, 0xA0, 0xBD, 0xC3, 0xA9, 0xE4, 0xED, 0xEF, 0xBF, 0xF0, 0x9F, 0x99, 0x82, 0xFF]
+
+
+WITHOUT_SPACES = {"skip_special_tokens": False, "spaces_between_special_tokens": False}
 
 
 def start(toy: Tokenizer, prompt_ids: Sequence[int] = (), skip_special_tokens: bool = True) -> IncrementalDetokenizer:
@@ -44,7 +49,7 @@ def any_ids(toy: Tokenizer) -> st.SearchStrategy[list[int]]:
     offset = 0 if toy in (BYTE_LEVEL, BYTE_LEVEL_IN_SEQUENCE) else 1
     awkward = st.sampled_from([byte + offset for byte in AWKWARD_BYTES])
     end = toy.vocab_size
-    return st.lists(st.one_of(st.integers(0, end + 5), awkward, st.integers(end - 20, end + 2)), max_size=40)
+    return st.lists(st.one_of(st.integers(0, end + 5), awkward, st.integers(max(end - 20, 0), end + 2)), max_size=40)
 
 
 def longest_byte_run(toy: Tokenizer, ids: Sequence[int]) -> int:
@@ -69,6 +74,56 @@ def test_stream_equals_decoding_at_once(name: str, skip_special_tokens: bool, da
     whole = toy.decode(ids, skip_special_tokens)
     pieces = stream(toy, ids, skip_special_tokens=skip_special_tokens)
     assert "".join(pieces) == whole
+
+
+def join_at_once(toy: Tokenizer, ids: Sequence[int]) -> str:
+    """What tokens are without spaces between added ones: cut where one follows another, decoded, and put together."""
+    added, parts, previous = toy.added_tokens, [], None
+    for token_id in ids:
+        if toy.id_to_token(token_id) is None:
+            continue
+        if not parts or (token_id in added and previous in added):
+            parts.append([])
+        parts[-1].append(token_id)
+        previous = token_id
+    texts = [toy.decode(part, skip_special_tokens=False) for part in parts]
+    heads = [toy.decode(part[:1], skip_special_tokens=False) for part in parts]
+    rest = list(zip(parts, texts, heads, strict=True))[1:]
+    assert all(text.startswith(head) for _, text, head in rest)
+    return "".join([*texts[:1], *(added[part[0]] + text[len(head) :] for part, text, head in rest)])
+
+
+@pytest.mark.parametrize("name", TOYS)
+@given(data=st.data())
+@settings(max_examples=60, deadline=None)
+def test_no_spaces_between_added_tokens(name: str, data: st.DataObject) -> None:
+    """One token or several at a time; the same as with spaces where the decoder puts none."""
+    toy = TOYS[name]
+    vocabulary = TextVocabulary(toy, **WITHOUT_SPACES)
+    added = st.lists(st.sampled_from(sorted(toy.added_tokens)), min_size=1, max_size=4)
+    ids = [one for part in data.draw(st.lists(any_ids(toy) | added, max_size=5)) for one in part]
+    assume(longest_byte_run(toy, ids) <= MAX_HELD_BYTES)
+    whole = join_at_once(toy, ids)
+    one_by_one, portions = (IncrementalDetokenizer(vocabulary, ()) for _ in range(2))
+    assert "".join(one_by_one.append([one]) for one in ids) + one_by_one.flush() == whole
+    assert vocabulary.text(ids) == whole
+    cut = data.draw(st.integers(0, len(ids)))
+    assert portions.append(ids[:cut]) + portions.append(ids[cut:]) + portions.flush() == whole
+    if not isinstance(toy.backend.decoder, decoders.WordPiece | None):
+        assert whole == toy.decode(ids, skip_special_tokens=False)
+
+
+@pytest.mark.parametrize("toy", [TOYS["words"], TOYS["word pieces"]], ids=["words", "word pieces"])
+def test_only_the_space_between_added_tokens_is_left_out(toy: Tokenizer) -> None:
+    names = ["a", "<s>", "</s>", "<tool>", "b", "<s>", "hello", "</s>", "<s>"]
+    ids = [get_id(toy, name) for name in names]
+    assert toy.decode(ids, skip_special_tokens=False) == " ".join(names)
+    assert TextVocabulary(toy, **WITHOUT_SPACES).text(ids) == "a <s></s><tool> b <s> hello </s><s>"
+    skipping = TextVocabulary(toy, spaces_between_special_tokens=False)
+    assert skipping.text(ids) == toy.decode(ids) == "a <tool> b hello"
+    # As in vLLM, what counts is the answer: the prompt's last token is none of its tokens.
+    behind_prompt = IncrementalDetokenizer(TextVocabulary(toy, **WITHOUT_SPACES), ids[:2])
+    assert behind_prompt.append(ids[2:4]) == " </s><tool>"
 
 
 @pytest.mark.parametrize("name", TOYS)

@@ -55,7 +55,8 @@ def run(engine: LLMEngine, indices, stagger: bool = False) -> dict[int, tuple[Re
     logprobs: dict[int, list[float]] = {}
     while waiting or engine.has_unfinished_requests():
         for index in [waiting.pop(0)] if waiting and stagger else [waiting.pop(0) for _ in list(waiting)]:
-            engine.add_request(str(index), *REQUESTS[index])
+            priority = index % 3 if engine.request_maker.uses_priority else 0
+            engine.add_request(str(index), *REQUESTS[index], priority)
             logprobs[index] = engine.core.scheduler.requests[str(index)].output_logprobs  # grows with the answer
         for output in engine.step():
             index = int(output.request_id)
@@ -87,6 +88,14 @@ VARIANTS = {
         "tensor_parallel_size": 3,
         "max_num_batched_tokens": 24,
     },
+    "priority, preempted": {"num_gpu_blocks_override": 25, "scheduling_policy": "priority"},
+    "shortest first, preempted, least progress": {
+        "num_gpu_blocks_override": 25,
+        "scheduling_policy": "sjf",
+        "preemption_victim": "least_progress",
+        "long_prefill_token_threshold": 24,
+    },
+    "dynamic, few seats": {"scheduling_policy": "dynamic", "max_num_seqs": 5, "block_size": 32},
     "compiled when met": {"enforce_eager": True},
     "several steps a call": {"num_scheduler_steps": 4},
     "several steps a call, preempted": {"num_scheduler_steps": 3, "num_gpu_blocks_override": 25},

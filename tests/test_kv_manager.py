@@ -143,7 +143,7 @@ def test_the_answers_tokens_are_found_once_the_host_knows_them(kv: KVManager):
     assert follow_up.num_computed == 4
     kv.free(follow_up)
     for token_id in (7, 8, 9):
-        request.append_token(token_id, 0.0)
+        request.append_tokens([token_id], [0.0])
     kv.free(request)
     kv.admit(follow_up)
     assert follow_up.num_computed == 8
@@ -224,8 +224,8 @@ def test_a_fork_shares_full_blocks_and_gets_a_copy_of_the_begun_one(
     assert table is not None and child.num_computed == prompt_len - 1
     ours, theirs = table.ids, kv.block_ids(parent)
     assert ours[:num_shared] == theirs[:num_shared] and not set(ours[num_shared:]) & set(theirs)
-    assert kv.take_copies() == ((BlockCopy(theirs[num_shared], ours[num_shared]),) if copies else ())
-    assert kv.take_copies() == (), "each copy is made once"
+    assert kv.take_moves().copies == ((BlockCopy(theirs[num_shared], ours[num_shared]),) if copies else ())
+    assert kv.take_moves().copies == (), "each copy is made once"
     kv.check_invariants()
     kv.free(parent)
     kv.grow(child, prompt_len)
@@ -238,12 +238,12 @@ def test_a_child_computes_for_itself_if_its_parent_is_gone_or_was_preempted(kv: 
     child = fork(kv, parent := make_request("a", 10, 5))
     parent.num_preemptions = 1
     kv.admit(child)
-    assert child.num_computed == 8 and kv.take_copies() == ()
+    assert child.num_computed == 8 and kv.take_moves().copies == ()
     kv.free(child)
     parent.seat, parent.num_preemptions = None, 0
     kv.free(parent)
     kv.admit(child)
-    assert child.num_computed == 8 and kv.take_copies() == ()
+    assert child.num_computed == 8 and kv.take_moves().copies == ()
 
 
 # Statistics.

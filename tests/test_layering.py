@@ -12,10 +12,11 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 
 LAYERS = (
-    ("config", "sampling_params", "request", "outputs", "memory", "cache_dir", "kernels"),
+    ("config", "sampling_params", "request", "outputs", "memory", "cache_dir", "logs", "kernels"),
     ("scheduling", "parallel"),
     ("models",),
     ("runner",),
+    ("profiling",),
     ("engine",),
     ("debug",),
     ("llm",),
@@ -24,13 +25,18 @@ LAYERS = (
 )
 """Parts of jaxllm, lowest layer first. A part imports lower layers and itself, plain values also one another."""
 
-PLAIN_VALUES = {"config", "sampling_params", "request", "outputs", "memory", "cache_dir"}
+PLAIN_VALUES = {"config", "sampling_params", "request", "outputs", "memory", "cache_dir", "logs"}
 LAYER_OF = {part: level for level, parts in enumerate(LAYERS) for part in parts}
 
 IMPORTERS_OF_SCHEDULING = {"scheduling", "engine", "debug"}
-IMPORTERS_OF_RUNNER = {"runner", "engine"}
+IMPORTERS_OF_RUNNER = {"runner", "profiling", "engine"}
 SHARED_WITH_THE_RUNNER = "jaxllm.scheduling.plan"
-TIMED_ALONE = ("jaxllm.runner.sampler", "jaxllm.runner.device_state", "jaxllm.runner.logit_changes")
+TIMED_ALONE = (
+    "jaxllm.runner.sampler",
+    "jaxllm.runner.device_state",
+    "jaxllm.runner.logit_changes",
+    "jaxllm.runner.annotations",
+)
 """The parts of the runner that a benchmark calls by themselves."""
 
 WITHOUT_JAX = PLAIN_VALUES | {"scheduling"}
@@ -161,6 +167,8 @@ def test_files_and_functions_are_small(path):
         ("models", "jaxllm.scheduling.plan", False),
         ("kernels", "jaxllm.config", False),
         ("engine", "jaxllm.runner.model_runner", True),
+        ("profiling", "jaxllm.runner.model_runner", True),
+        ("runner", "jaxllm.profiling.session", False),
         ("serving", "jaxllm.engine.engine", True),
         ("serving", "jaxllm.scheduling.plan", False),
         ("serving", "jaxllm.runner.model_runner", False),

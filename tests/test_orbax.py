@@ -91,6 +91,14 @@ def test_an_engine_with_a_converted_model(original, converted, monkeypatch):
     assert len(output.outputs[0].token_ids) == GREEDY.max_tokens
 
 
+def test_orbax_may_hold_the_largest_array():
+    arrays = {
+        name: jax.ShapeDtypeStruct(shape, jnp.bfloat16) for name, shape in (("head", (128256, 4096)), ("norm", (4096,)))
+    }
+    assert orbax_checkpoint.concurrent_gb(arrays) == 2
+    assert orbax_checkpoint.concurrent_gb({"norm": arrays["norm"]}) == 1
+
+
 def test_progress(converted, monkeypatch):
     """The bar counts the bytes of all parameters, as they are read."""
     monkeypatch.setattr(orbax_checkpoint, "BYTES_AT_ONCE", 20_000)

@@ -48,8 +48,8 @@ def test_the_wheel_has_every_module_of_jaxllm(wheel_names):
     assert expected <= set(wheel_names)
 
 
-def test_the_wheel_has_the_kernels_tuning_table(wheel_names):
-    assert "jaxllm/kernels/launches.json" in wheel_names
+def test_the_wheel_has_the_files_that_are_no_modules(wheel_names):
+    assert {"jaxllm/kernels/launches.json", "jaxllm/profiling/timeline.html"} <= set(wheel_names)
 
 
 def test_the_wheel_has_nothing_but_jaxllm_at_its_top(wheel_names):

@@ -22,7 +22,7 @@ from jaxllm.runner.device_state import (
 from jaxllm.runner.logit_changes import Rows
 from jaxllm.runner.sampler import sample
 from jaxllm.runner.token_details import unpack_details
-from jaxllm.sampling_params import MAX_LOGPROBS, MAX_SUPPRESSED_TOKEN_IDS
+from jaxllm.sampling_params import MAX_SUPPRESSED_TOKEN_IDS, PACKED_LOGPROBS
 
 VOCAB = 8
 NUM_DRAWS = 4096
@@ -332,10 +332,10 @@ def test_details_are_of_the_raw_distribution(backend):
     token_ids = np.asarray(found.token_ids)
     chosen = logits[np.arange(6), token_ids]
     assert found.details.ranks.tolist() == (logits >= chosen[:, None]).sum(axis=1).tolist()
-    best = np.argsort(-logits, axis=1, kind="stable")[:, :MAX_LOGPROBS]
+    best = np.argsort(-logits, axis=1, kind="stable")[:, :PACKED_LOGPROBS]
     assert np.array_equal(found.details.token_ids, best)
     tokens = best.reshape(-1)
-    repeated = np.repeat(logits, MAX_LOGPROBS, axis=0)
+    repeated = np.repeat(logits, PACKED_LOGPROBS, axis=0)
     assert np.allclose(found.details.logprobs.reshape(-1), exact_logprobs(repeated, tokens), atol=1e-5)
     unpacked = unpack_details(np.asarray(found.details.pack()), found.logprobs.tolist(), 3)
     assert [one.top_token_ids for one in unpacked] == best[:, :3].tolist()

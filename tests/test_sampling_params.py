@@ -34,12 +34,11 @@ BAD = [
     ({"stop": [""]}, "stop='' is not valid"),
     ({"stop": "x", "detokenize": False}, "needs text: leave detokenize=True"),
     ({"stop_token_ids": [-1]}, "stop_token_ids=-1 is not valid"),
-    ({"logprobs": 21}, "logprobs=21 is not valid: use a number of tokens from 0 to 20, or None"),
-    ({"logprobs": -1}, "logprobs=-1 is not valid"),
+    ({"logprobs": -2}, "logprobs=-2 is not valid: use a number of tokens of 0 or above, -1 for all, or None"),
     ({"prompt_logprobs": True}, "prompt_logprobs=True is not valid"),
     ({"include_stop_str_in_output": 1}, "include_stop_str_in_output=1 is not valid: use True or False"),
     ({"skip_special_tokens": None}, "skip_special_tokens=None is not valid"),
-    ({"spaces_between_special_tokens": False}, "spaces_between_special_tokens=False is not supported: use True"),
+    ({"spaces_between_special_tokens": 0}, "spaces_between_special_tokens=0 is not valid: use True or False"),
     ({"n": 0}, "n=0 is not valid"),
     ({"output_kind": "DELTA"}, "output_kind='DELTA' is not valid"),
 ]
@@ -68,11 +67,12 @@ def test_numbers_of_numpy_are_as_good_as_those_of_python():
 def test_only_what_is_asked_for_is_asked_for():
     assert Asks.of(SamplingParams(temperature=0.5, top_k=3, top_p=0.5, min_p=0.1, min_tokens=3)) == 0
     assert Asks.of(SamplingParams(logit_bias={})) == 0
+    assert Asks.of(SamplingParams(logprobs=21)) == Asks.of(SamplingParams(logprobs=-1)) == 0, "the host finds those"
     asked = {
         Asks.PENALTIES: ({"presence_penalty": 1}, {"frequency_penalty": -1}, {"repetition_penalty": 1.1}),
         Asks.ONLY_ALLOWED: ({"allowed_token_ids": [1]},),
         Asks.TABLES: ({"logit_bias": {1: 1}}, {"bad_words": ["x"]}),
-        Asks.LOGPROBS: ({"logprobs": 0},),
+        Asks.LOGPROBS: ({"logprobs": 0}, {"logprobs": 20}),
     }
     for asks, cases in asked.items():
         assert all(Asks.of(SamplingParams(**fields)) == asks for fields in cases)

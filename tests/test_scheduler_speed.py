@@ -15,6 +15,7 @@ from doubles import make_request
 
 from jaxllm.config import CacheSize
 from jaxllm.scheduling.plan import StepOutput
+from jaxllm.scheduling.policy_choice import POLICIES, make_order, make_victims
 from jaxllm.scheduling.scheduler import Scheduler, StepLimits
 
 NUM_SEATS = 256
@@ -44,20 +45,22 @@ class Timing:
         )
 
 
-def decoding_scheduler(num_waiting: int) -> Scheduler:
+def decoding_scheduler(num_waiting: int, policy: str = "fcfs") -> Scheduler:
     """All seats taken by requests that decode for long, and others waiting."""
-    scheduler = Scheduler(StepLimits(NUM_SEATS, 8192), CacheSize(num_blocks=30_001, block_size=16))
+    order = make_order(policy)
+    size = CacheSize(num_blocks=30_001, block_size=16)
+    scheduler = Scheduler(StepLimits(NUM_SEATS, 8192), size, True, order, make_victims(None, order))
     for index in range(NUM_SEATS + num_waiting):
         scheduler.add(make_request(str(index), 100 + index % 50, 1700))
-    while any(request.num_uncomputed > 1 for request in list(scheduler.requests.values())[:NUM_SEATS]):
+    while scheduler.num_running < NUM_SEATS or any(one.num_uncomputed > 1 for one in scheduler.running.values()):
         plan = scheduler.schedule()
         scheduler.update(plan, StepOutput([[7]] * len(plan.rows), [[-1.0]] * len(plan.rows)))
     assert (scheduler.num_running, scheduler.num_waiting) == (NUM_SEATS, num_waiting)
     return scheduler
 
 
-def measure(num_waiting: int) -> Timing:
-    scheduler, timing = decoding_scheduler(num_waiting), Timing([], [])
+def measure(num_waiting: int, policy: str) -> Timing:
+    scheduler, timing = decoding_scheduler(num_waiting, policy), Timing([], [])
     output = StepOutput([[7]] * NUM_SEATS, [[-1.0]] * NUM_SEATS)
     for _ in range(NUM_STEPS):
         start = time.perf_counter()
@@ -71,19 +74,22 @@ def measure(num_waiting: int) -> Timing:
 
 
 @pytest.mark.slow
-def test_a_step_of_256_requests_is_cheap_and_waiting_ones_cost_nothing():
-    alone, crowded = measure(0), measure(10_000)
-    print(f"\n256 running:                 {alone}\n256 running, 10,000 waiting: {crowded}")
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_step_of_256_requests_is_cheap_and_waiting_ones_cost_nothing(policy):
+    alone, crowded = measure(0, policy), measure(10_000, policy)
+    print(f"\n{policy}\n256 running:                 {alone}\n256 running, 10,000 waiting: {crowded}")
     assert alone.best < 3 * 500
     assert crowded.best < 3 * alone.best
 
 
 @pytest.mark.slow
-def test_leaving_a_long_queue_is_cheap():
-    scheduler = decoding_scheduler(10_000)
+@pytest.mark.parametrize("policy", POLICIES)
+def test_leaving_a_long_queue_is_cheap(policy):
+    scheduler = decoding_scheduler(10_000, policy)
+    leaving = [request.request_id for request in scheduler.waiting][5000:]
     start = time.perf_counter()
-    for index in range(NUM_SEATS + 5000, NUM_SEATS + 10_000):
-        scheduler.abort(str(index))
+    for request_id in leaving:
+        scheduler.abort(request_id)
     per_abort = (time.perf_counter() - start) / 5000 * 1e6
-    print(f"\nabort with 10,000 waiting: {per_abort:.1f} us")
+    print(f"\n{policy}: abort with 10,000 waiting: {per_abort:.1f} us")
     assert per_abort < 50

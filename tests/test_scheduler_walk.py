@@ -15,9 +15,12 @@ from doubles import FakeEngine, expected_answer, make_request
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from jaxllm.config import CacheSize
+from jaxllm.config import CacheSize, PreemptionVictim
+from jaxllm.memory import SwapCosts
 from jaxllm.request import FinishReason, Request
+from jaxllm.scheduling.policy_choice import POLICIES, VICTIMS, make_order, make_victims
 from jaxllm.scheduling.scheduler import StepLimits
+from jaxllm.scheduling.swap_rule import SwapRule
 
 
 def mixed_requests() -> list[Request]:
@@ -57,8 +60,21 @@ def test_every_schedule_gives_the_same_tokens(max_steps, depth, num_seats, budge
     assert engine.scheduler.kv.num_used_blocks == 0
 
 
+@pytest.fixture(scope="module", autouse=True)
+def impatience():
+    """Walks are short: the urgent push others out soon."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("jaxllm.scheduling.displacement.PATIENCE", 1)
+        yield
+
+
 MAX_LEN = 40
 BLOCK_SIZES = [1, 2, 4, 8]
+RULES = {
+    "swap": SwapRule("swap"),
+    "recompute": SwapRule("recompute"),
+    "auto": SwapRule("auto", SwapCosts(chunk_bytes=1, out_seconds=1.0, in_seconds=0.6, token_seconds=1.0)),
+}
 
 
 @dataclass(frozen=True)
@@ -74,12 +90,22 @@ class Shape:
     room: int
     """Blocks that a step can tell the device of admitted requests, beyond those of the longest."""
     max_steps: int
+    host_chunks: int = 0
+    chunk_blocks: int = 1
+    swap_rule: SwapRule = RULES["swap"]
+    policy: str = "fcfs"
+    victims: PreemptionVictim = "last_joined"
+    long_prompt_tokens: int = 0
 
     def engine(self) -> FakeEngine:
         longest = -(-(MAX_LEN - 1) // self.block_size)
-        limits = StepLimits(self.num_seats, self.budget, longest + self.room)
-        size = CacheSize(longest + 1 + self.spare, self.block_size)
-        engine = FakeEngine(limits, size, self.depth, self.enable_prefix_caching)
+        limits = StepLimits(self.num_seats, self.budget, longest + self.room, self.long_prompt_tokens)
+        size = CacheSize(longest + 1 + self.spare, self.block_size, self.host_chunks, self.chunk_blocks)
+        order, victims = None, None
+        if (self.policy, self.victims) != ("fcfs", "last_joined"):
+            order = make_order(self.policy)
+            victims = make_victims(self.victims, order)
+        engine = FakeEngine(limits, size, self.depth, self.enable_prefix_caching, self.swap_rule, order, victims)
         engine.max_steps = min(self.max_steps, self.block_size)
         return engine
 
@@ -92,12 +118,13 @@ class Walk:
         self.requests: list[Request] = []
         self.aborted: set[str] = set()
 
-    def add(self, prompt_len: int, max_tokens: int, stops: int, family: int, n: int) -> None:
+    def add(self, prompt_len: int, max_tokens: int, stops: int, family: int, n: int, priority: int = 0) -> None:
         """A request with `n` answers that stops at every token id that is a multiple of `stops`."""
         prompt_len = min(prompt_len, MAX_LEN - 1)
         max_tokens = min(max_tokens, MAX_LEN - prompt_len)
         number, eos, min_tokens = len(self.requests), range(0, 251, stops), max_tokens // 4
         request = make_request(str(number), prompt_len, max_tokens, eos, family=family, min_tokens=min_tokens)
+        request.priority = priority
         request.fork({str(number + index): index for index in range(1, n)})
         self.requests += [request, *request.children]
         self.engine.add(request)
@@ -143,6 +170,7 @@ ACTIONS = st.one_of(
         st.sampled_from([3, 20, 500]),
         st.integers(0, 2),
         st.sampled_from([1, 1, 2, 5]),
+        st.sampled_from([0, 0, -1, 3]),
     ),
     st.tuples(st.just("abort"), st.integers(0, 99)),
     st.tuples(st.just("launch")),
@@ -159,6 +187,12 @@ SHAPES = st.builds(
     enable_prefix_caching=st.sampled_from([True, True, False]),
     room=st.integers(0, 20),
     max_steps=st.sampled_from([1, 1, 2, 4]),
+    host_chunks=st.sampled_from([0, 1, 3, 8, 50]),
+    chunk_blocks=st.sampled_from([1, 2, 5]),
+    swap_rule=st.sampled_from([*RULES.values()]),
+    policy=st.sampled_from(["fcfs", *POLICIES]),
+    victims=st.sampled_from(["last_joined", *VICTIMS]),
+    long_prompt_tokens=st.sampled_from([0, 0, 1, 10]),
 )
 
 
@@ -179,17 +213,27 @@ def test_long_walk(seed: int):
     block_size = BLOCK_SIZES[seed % 4]
     spare = rng.randint(0, MAX_LEN // block_size)
     budget, caching, room = rng.choice([4, 16, 64]), seed % 7 != 0, rng.choice([0, 5, 100])
-    walk = Walk(Shape(rng.randint(4, 8), budget, block_size, spare, 1 + seed % 5, caching, room, 1 + seed % 4))
+    host = (0, 1, RULES["swap"]), (4, 5, RULES["swap"]), (30, 2, RULES["auto"]), (10, 4, RULES["recompute"])
+    shape = rng.randint(4, 8), budget, block_size, spare, 1 + seed % 5, caching, room, 1 + seed % 4
+    choice = ["fcfs", *POLICIES][seed % 5], ["last_joined", *VICTIMS][seed // 5 % 4], (0, 0, 8)[seed % 3]
+    walk = Walk(Shape(*shape, *host[seed // 4 % 4], *choice))
+    num_swapped = 0
     for _ in range(1000):
         action = rng.choices(["add", "abort", "launch", "read"], [2, 0.3, 10, 9])[0]
         if action == "add":
             lengths = rng.randint(1, MAX_LEN), rng.randint(1, MAX_LEN)
-            walk.add(*lengths, rng.choice([3, 20, 500]), rng.randrange(3), rng.choice([1, 1, 1, 1, 3]))
+            stops, family, n = rng.choice([3, 20, 500]), rng.randrange(3), rng.choice([1, 1, 1, 1, 3])
+            walk.add(*lengths, stops, family, n, rng.choice([0, 0, 0, -1, 3]))
         elif action == "abort":
             walk.abort(rng.randrange(99))
         else:
             getattr(walk, action)()
         walk.engine.check_invariants()
+        num_swapped = max(num_swapped, walk.engine.scheduler.num_swapped)
     walk.finish()
+    cache = walk.engine.scheduler.kv.stats().prefix_cache
     assert walk.engine.scheduler.num_preemptions > 0, "the walk was meant to be tight"
-    assert walk.engine.scheduler.kv.stats().prefix_cache.hits > 0, "the walk was meant to share"
+    assert (num_swapped > 0) == (seed // 4 % 4 in (1, 2)), "the walk was meant to swap, or not to"
+    if caching:
+        assert cache.hits > cache.host_hits, "the walk was meant to share"
+        assert (cache.host_hits > 0) == (seed // 4 % 4 > 0), "the walk was meant to bring blocks back, or not to"

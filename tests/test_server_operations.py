@@ -1,5 +1,6 @@
 """Operating the server, over a fake engine: who may enter, limits, ends of requests, what is measured and logged."""
 
+import asyncio
 import concurrent.futures
 import json
 import logging
@@ -11,6 +12,7 @@ from fake_async_llm import FakeAsyncLLM, fake_text
 from prometheus_client.parser import text_string_to_metric_families
 from server_process import events, fake_server
 
+from jaxllm.serving import api_health
 from jaxllm.serving.server_settings import ServerSettings
 
 STEP = 0.01
@@ -260,6 +262,16 @@ def test_metrics(slow):
     assert metric(slow, "jaxllm:inter_token_latency_seconds_count") >= 5
     assert metric(slow, "jaxllm:request_success_total", finished_reason="length") == 3
     assert metric(slow, "jaxllm:http_requests_total", route="/v1/completions", status="200") == 2
+
+
+def test_metrics_while_the_engine_does_not_answer(slow, monkeypatch):
+    async def hang():
+        await asyncio.sleep(60)
+
+    monkeypatch.setattr(api_health, "STATS_SECONDS", 0.1)
+    monkeypatch.setattr(slow.engine, "stats", hang)
+    text = httpx2.get(f"{slow.url}/metrics").text
+    assert "jaxllm:server_load" in text and "jaxllm:num_requests_running" not in text
 
 
 def test_metrics_by_vllms_names():

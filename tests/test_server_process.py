@@ -3,7 +3,9 @@
 import asyncio
 import concurrent.futures
 import json
+import math
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -13,7 +15,7 @@ from pathlib import Path
 import httpx2
 import openai
 import pytest
-from served_model import CONTEXT, FLAGS, write_served_model
+from served_model import CONTEXT, FLAGS, VOCAB, write_served_model
 from server_process import ServerProcess, events
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -30,7 +32,7 @@ def model(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def server(model, tmp_path_factory):
-    with ServerProcess([str(model), *FLAGS], tmp_path_factory.mktemp("log") / "log") as made:
+    with ServerProcess([str(model), *FLAGS, "--max-logprobs", "-1"], tmp_path_factory.mktemp("log") / "log") as made:
         yield made.wait_ready()
 
 
@@ -82,6 +84,27 @@ def test_stop_and_logprobs(client):
         model="tiny", messages=MESSAGES, max_tokens=5, logprobs=True, top_logprobs=3
     ).choices[0].logprobs.content  # fmt: skip
     assert [len(one.top_logprobs) for one in told] == [3] * 5
+
+
+def test_logprobs_of_all_tokens(client):
+    """-1, and more than 20, as the server's --max-logprobs allows."""
+    asked = {"model": "tiny", "messages": MESSAGES, "max_tokens": 5, "seed": 4, "logprobs": True, "top_logprobs": -1}
+    told = client.chat.completions.create(**asked).choices[0].logprobs.content
+    sizes = {len(one.top_logprobs) for one in told}
+    assert len(told) == 5 and sizes == {VOCAB}
+    for one in told:
+        values = [top.logprob for top in one.top_logprobs]
+        assert values == sorted(values, reverse=True)
+        assert sum(map(math.exp, values)) == pytest.approx(1, abs=1e-4)
+    chunks = client.chat.completions.create(**asked, stream=True)
+    assert [one for chunk in chunks if (made := chunk.choices[0].logprobs) for one in made.content] == told
+    extra = {"prompt_logprobs": -1, "skip_special_tokens": False, "spaces_between_special_tokens": False}
+    whole = client.completions.create(
+        model="tiny", prompt="Hello", max_tokens=3, logprobs=25, extra_body=extra
+    ).choices[0]
+    # Tokens of one text are told once.
+    assert all(20 < len(top) <= 26 for top in whole.logprobs.top_logprobs)
+    assert [one and len(one) for one in whole.prompt_logprobs] == [None, *[VOCAB] * 4]
 
 
 def test_a_prompt_scored_by_harnesses_is_the_answer_scored(client):
@@ -143,10 +166,15 @@ def test_a_client_that_leaves_frees_its_blocks(server):
 
 
 def test_debugging_routes(server):
+    assert complete(server).status_code == 200
     assert httpx2.get(f"{server.url}/debug/requests").json() == {"requests": []}
     metrics = httpx2.get(f"{server.url}/metrics").text
     assert 'jaxllm:compiles_since_ready_total{model_name="tiny"} 0.0' in metrics
     assert "jaxllm:time_to_first_token_seconds_bucket" in metrics
+    found = dict(re.findall(r'jaxllm:process_resident_memory_bytes{model_name="tiny",process="(\w+)"} (\S+)', metrics))
+    assert found.keys() == {"server", "engine"} and all(float(size) > 2e7 for size in found.values())
+    (seconds,) = re.findall(r"jaxllm:engine_step_seconds_total{.*} (\S+)", metrics)
+    assert float(seconds) > 0
     assert httpx2.post(f"{server.url}/reset_prefix_cache").json() == {"success": True}
 
 

@@ -269,6 +269,20 @@ def run_parts(rng, layout):
 
 
 @each_layout
+def test_only_steps_that_admit_are_prepared_for_rows_of_many_tokens(layout):
+    rng = random.Random(0)
+    model = SimpleNamespace(
+        setting=SimpleNamespace(backend="pallas"), config=SimpleNamespace(group_size=2, head_dim=64)
+    )
+
+    def place(state, step):
+        return place_tokens(model, state, step, lay_out_tokens(state, step), (NUM_BLOCKS, BLOCK_SIZE))
+
+    placement = jax.eval_shape(place, random_state(rng), pack_and_unpack(layout, random_plan(rng, layout)))
+    assert (placement.attention_work.chunks is not None) == layout.bucket.admits
+
+
+@each_layout
 @plans
 def test_changes_reach_their_seats_and_no_other(layout, rng):
     plan, before, (after, *_) = run_parts(rng, layout)

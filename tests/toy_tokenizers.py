@@ -69,6 +69,17 @@ def byte_fallback(decoder: decoders.Decoder | None = None) -> Tokenizer:
     return _with_added_tokens(backend)
 
 
+def words(decoder: decoders.Decoder | None = None) -> Tokenizer:
+    """BERT's kind: words, with a space put between tokens when they are decoded, or none before those with ##."""
+    tokens = ["[UNK]", "a", "b", "hello", "##c", "##hello", ".", "n't", "你"]
+    vocab = {token: token_id for token_id, token in enumerate(tokens)}
+    backend = tokenizers.Tokenizer(models.WordLevel(vocab=vocab, unk_token="[UNK]"))
+    backend.pre_tokenizer = pre_tokenizers.Whitespace()
+    if decoder is not None:
+        backend.decoder = decoder
+    return _with_added_tokens(backend)
+
+
 def llama_decoder() -> decoders.Decoder:
     return decoders.Sequence(
         [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxllm.bench.report import Figure, round_to
-from jaxllm.bench.settings import Extent, KernelSettings
+from jaxllm.bench.settings import Extent, KernelSettings, Mixture
 from jaxllm.bench.timing import choose_backend, seconds_per_call
 from jaxllm.kernels.backend import Backend
 from jaxllm.kernels.ragged_paged_attention import Sizes, attend, prepare_attention
@@ -39,11 +39,13 @@ class Inputs(NamedTuple):
 
 
 def measure_attention(settings: KernelSettings, seed: int) -> Iterator[Figure]:
-    """Decode, then chunks."""
+    """Decode, then chunks, then both in one step."""
     for extent in settings.decode:
         yield _decode_figure(extent, settings, seed)
     for tokens in settings.chunk:
         yield _chunk_figure(tokens, settings, seed)
+    for mixture in settings.mixed:
+        yield _mixed_figure(mixture, settings, seed)
 
 
 def make_inputs(settings: KernelSettings, context_lens: np.ndarray, query_lens: np.ndarray, seed: int) -> Inputs:
@@ -104,9 +106,8 @@ def _attend(q: jax.Array, k_cache: jax.Array, v_cache: jax.Array, work: Any, *, 
 
 def _measure(inputs: Inputs, settings: KernelSettings) -> tuple[float, dict[str, float | str | bool]]:
     """Seconds of one attention, and its details."""
-    sizes = Sizes(
-        inputs.q.shape[0], settings.block_size, settings.num_heads // settings.num_kv_heads, settings.head_dim
-    )
+    num_tokens, group = inputs.q.shape[0], settings.num_heads // settings.num_kv_heads
+    sizes = Sizes(num_tokens, settings.block_size, group, settings.head_dim, num_tokens == inputs.kv_lens.shape[0])
     backend = choose_backend(settings)
     call = partial(_attend, backend=backend, calls=LAYERS)
     seconds = seconds_per_call(call, *inputs[:3], _prepare(inputs, sizes, backend)) / LAYERS
@@ -117,13 +118,9 @@ def _measure(inputs: Inputs, settings: KernelSettings) -> tuple[float, dict[str,
 
 
 def _decode_figure(extent: Extent, settings: KernelSettings, seed: int) -> Figure:
-    # Not whole blocks, so that the last one of each row has unused slots.
-    unused = np.random.default_rng(seed).integers(0, settings.block_size, extent.rows)
-    context_lens = np.maximum(extent.context - unused, 1).astype(np.int32)
+    context_lens = _decode_contexts(extent, settings, seed)
     seconds, details = _measure(make_inputs(settings, context_lens, np.ones_like(context_lens), seed), settings)
-    itemsize = jnp.dtype(settings.dtype).itemsize
-    num_bytes = 2 * int(context_lens.sum()) * settings.num_kv_heads * settings.head_dim * itemsize
-    speed = num_bytes / seconds / 1e12
+    speed = _read_bytes(context_lens, settings) / seconds / 1e12
     name = f"decode attention, {extent.rows} x {extent.context} tokens{_shape_note(settings)}"
     return Figure(name, round_to(speed), "TB/s", {"share": round_to(speed / settings.read_ceiling, 3), **details})
 
@@ -131,10 +128,43 @@ def _decode_figure(extent: Extent, settings: KernelSettings, seed: int) -> Figur
 def _chunk_figure(tokens: int, settings: KernelSettings, seed: int) -> Figure:
     lens = np.array([tokens], np.int32)
     seconds, details = _measure(make_inputs(settings, lens, lens, seed), settings)
-    flops = 4 * tokens * tokens / 2 * settings.head_dim * settings.num_heads  # half of the square is masked
-    speed = flops / seconds / 1e12
+    speed = _prompt_flops(lens, settings) / seconds / 1e12
     name = f"prompt attention, {tokens} tokens{_shape_note(settings)}"
     return Figure(name, round_to(speed), "TFLOP/s", {"share": round_to(speed / settings.compute_ceiling, 3), **details})
+
+
+def _mixed_figure(mixture: Mixture, settings: KernelSettings, seed: int) -> Figure:
+    """Its floor is all K/V read once, or the prompts' products, whichever takes longer: they could be done at once."""
+    decoded = _decode_contexts(Extent(mixture.rows, mixture.context), settings, seed)
+    prompts = np.full(mixture.prompts, mixture.prompt_len, np.int32)
+    context_lens = np.concatenate([decoded, prompts])
+    inputs = make_inputs(settings, context_lens, np.concatenate([np.ones_like(decoded), prompts]), seed)
+    seconds, details = _measure(inputs, settings)
+    details.pop("us")
+    read = _read_bytes(context_lens, settings) / (settings.read_ceiling * 1e12)
+    computed = _prompt_flops(prompts, settings) / (settings.compute_ceiling * 1e12)
+    floors = {"bytes_us": round_to(read * 1e6), "flops_us": round_to(computed * 1e6)}
+    name = f"decode attention, {mixture.rows} x {mixture.context} tokens, beside prompts, "
+    name += f"{mixture.prompts} x {mixture.prompt_len} tokens{_shape_note(settings)}"
+    share = round_to(max(read, computed) / seconds, 3)
+    return Figure(name, round_to(seconds * 1e6), "us", {"share": share, **floors, **details})
+
+
+def _decode_contexts(extent: Extent, settings: KernelSettings, seed: int) -> np.ndarray:
+    """Not whole blocks, so that the last one of each row has unused slots."""
+    unused = np.random.default_rng(seed).integers(0, settings.block_size, extent.rows)
+    return np.maximum(extent.context - unused, 1).astype(np.int32)
+
+
+def _read_bytes(context_lens: np.ndarray, settings: KernelSettings) -> int:
+    itemsize = jnp.dtype(settings.dtype).itemsize
+    return 2 * int(context_lens.sum()) * settings.num_kv_heads * settings.head_dim * itemsize
+
+
+def _prompt_flops(lens: np.ndarray, settings: KernelSettings) -> float:
+    """Half of each square is masked."""
+    squares = int((lens.astype(np.int64) ** 2).sum())
+    return 4 * squares / 2 * settings.head_dim * settings.num_heads
 
 
 def _shape_note(settings: KernelSettings) -> str:

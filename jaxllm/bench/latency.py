@@ -45,7 +45,7 @@ def decode_seconds(engine: LLMEngine, workload: Workload, steps: int) -> list[fl
     rows = len(workload.prompts)
     times, lengths = [time.perf_counter()], [0]
     known: dict[str, int] = {}
-    _enter(engine, workload)
+    enter_workload(engine, workload)
     while engine.has_unfinished_requests():
         for output in engine.step():
             known[output.request_id] = len(output.outputs[0].token_ids)
@@ -66,7 +66,7 @@ def decode_seconds(engine: LLMEngine, workload: Workload, steps: int) -> list[fl
 
 
 def _decode_figure(engine: LLMEngine, rows: int, settings: LatencySettings) -> Figure:
-    workload = _decode_workload(engine, rows, settings.context, settings.steps)
+    workload = decode_workload(engine, rows, settings.context, settings.steps)
     seconds = decode_seconds(engine, workload, settings.steps)
     details = {
         "p90_ms": round_to(_quantile(seconds, 0.9) * _MS),
@@ -79,7 +79,7 @@ def _decode_figure(engine: LLMEngine, rows: int, settings: LatencySettings) -> F
 
 
 def _one_stream(engine: LLMEngine, settings: LatencySettings) -> Figure:
-    workload = _decode_workload(engine, 1, settings.prompt_len, settings.steps)
+    workload = decode_workload(engine, 1, settings.prompt_len, settings.steps)
     seconds = decode_seconds(engine, workload, settings.steps)
     name = f"one stream, prompt {settings.prompt_len}, per token"
     return Figure(name, round_to(statistics.mean(seconds) * _MS), "ms", {"steps": settings.steps})
@@ -104,7 +104,7 @@ def _first_token(engine: LLMEngine, settings: LatencySettings) -> Figure:
     return Figure(name, round_to(statistics.median(measured) * _MS), "ms", details)
 
 
-def _decode_workload(engine: LLMEngine, rows: int, context: int, steps: int) -> Workload:
+def decode_workload(engine: LLMEngine, rows: int, context: int, steps: int) -> Workload:
     """Requests that all decode for `steps` steps; the first ones begin while others' prompts are computed."""
     config = engine.config
     assert config.max_num_seqs and config.max_num_batched_tokens, "unresolved defaults"
@@ -117,16 +117,26 @@ def _decode_workload(engine: LLMEngine, rows: int, context: int, steps: int) -> 
     return same_length(rows, context, output_len, engine.model_config.vocab_size, seed=rows * 10**6 + context)
 
 
-def _enter(engine: LLMEngine, workload: Workload) -> None:
+def enter_workload(engine: LLMEngine, workload: Workload) -> None:
+    """Enters all of its requests or, if one is refused, none.
+
+    Raises:
+        ValueError: one is refused.
+    """
     for index, (prompt, length) in enumerate(zip(workload.prompts, workload.output_lens, strict=True)):
         try:
             engine.add_request(
                 f"bench-{index}", prompt, SamplingParams(temperature=0, max_tokens=length, ignore_eos=True)
             )
         except ValueError:
-            for entered in range(index):
-                engine.abort_request(f"bench-{entered}")
+            abort_workload(engine, workload)
             raise
+
+
+def abort_workload(engine: LLMEngine, workload: Workload) -> None:
+    """Ends those of its requests that have not ended."""
+    for index in range(len(workload.prompts)):
+        engine.abort_request(f"bench-{index}")
 
 
 def _quantile(values: list[float], share: float) -> float:

@@ -8,6 +8,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
+from jaxllm.profiling.ceilings import H200
+
 WorkloadName = Literal["nano", "shared-prefix", "prefill"]
 
 
@@ -25,6 +27,25 @@ class LatencySettings:
     """Tokens of the prompt that one stream and the time to first token are measured with."""
     rounds: int = 5
     """Prompts whose time to first token is measured, one after the other."""
+
+
+@dataclass(frozen=True)
+class ProfileSettings:
+    """What `jaxllm profile` records."""
+
+    rows: int = 1
+    """Requests that decode at once."""
+    context: int = 512
+    """Tokens of each of their prompts."""
+    steps: int = 32
+    """Decode steps that are recorded, once all rows decode; as many are timed before, with nothing recorded."""
+    output: str = "profile"
+    """Folder to record in, for Perfetto and XProf; it may hold other profiles."""
+
+    def __post_init__(self) -> None:
+        for name in ("rows", "context", "steps"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}={getattr(self, name)} is too small: use 1 or above")
 
 
 @dataclass(frozen=True)
@@ -82,6 +103,27 @@ class Extent(NamedTuple):
         return cls(int(rows), int(context))
 
 
+class Mixture(NamedTuple):
+    """What a step attends to in which prompts begin beside requests that decode."""
+
+    rows: int
+    context: int
+    prompts: int
+    prompt_len: int
+
+    @classmethod
+    def parse(cls, text: str) -> Mixture:
+        """Of "192x1024+8x512".
+
+        Raises:
+            ValueError: it is not written so.
+        """
+        decode, plus, prompts = text.partition("+")
+        if not plus:
+            raise ValueError(f"{text!r} is not rows x context + prompts x tokens: write 192x1024+8x512")
+        return cls(*Extent.parse(decode), *Extent.parse(prompts))
+
+
 @dataclass(frozen=True)
 class KernelSettings:
     """What `jaxllm bench kernels` measures."""
@@ -90,6 +132,8 @@ class KernelSettings:
     """Attention of decode steps: rows x tokens of context."""
     chunk: tuple[int, ...] = (2048, 8192)
     """Attention of a prompt's first chunk: its tokens."""
+    mixed: tuple[Mixture, ...] = (Mixture(192, 1024, 8, 512),)
+    """Attention of decode steps that prompts begin in: rows x tokens of context + prompts x their tokens."""
     num_heads: int = 32
     """Query heads."""
     num_kv_heads: int = 8
@@ -106,9 +150,9 @@ class KernelSettings:
     """Rows the sampler is measured with."""
     vocab_size: int = 128256
     """Tokens of the vocabulary the sampler is measured with."""
-    read_ceiling: float = 4.32
+    read_ceiling: float = H200.read
     """TB/s at which the device reads its memory; shares are of this. The default is an H200's, measured."""
-    compute_ceiling: float = 756.0
+    compute_ceiling: float = H200.compute
     """TFLOP/s of matrix products; shares are of this. The default is an H200's in bfloat16, measured."""
     seed: int | None = None
     """Seed of the inputs; by default another one every time."""

@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import itertools
 import time
-from collections import deque
 from collections.abc import AsyncGenerator
 from pathlib import Path
 from typing import Any
@@ -19,12 +18,15 @@ from jaxllm.engine.answers import Answers
 from jaxllm.engine.engine_client import EngineClient, EngineDeadError
 from jaxllm.engine.engine_stats import EngineStats
 from jaxllm.engine.messages import Abort, AddRequest, Refused, StepDone, pack, unpack
+from jaxllm.engine.output_stream import OutputStream
+from jaxllm.engine.profile_report import ProfileReport, read_apart
 from jaxllm.engine.request_maker import Prompt, RequestMaker
 from jaxllm.engine.stand_in_tokenizer import open_tokenizer
 from jaxllm.engine.tokenizer import Tokenizer
+from jaxllm.logs import set_up_log
 from jaxllm.outputs import RequestOutput, RequestTimes
-from jaxllm.request import FinishReason, Request
-from jaxllm.sampling_params import RequestOutputKind, SamplingParams
+from jaxllm.request import FinishReason
+from jaxllm.sampling_params import SamplingParams
 
 __all__ = ["AsyncLLM", "EngineDeadError", "EngineStats"]
 
@@ -52,16 +54,17 @@ class AsyncLLM:
     def __init__(
         self, config: EngineConfig, *, in_process: bool = False, engine_timeout: float = DEFAULT_ENGINE_TIMEOUT
     ) -> None:
+        set_up_log()
         self.dead_error: EngineDeadError | None = None
         """Why the engine is of no use any more."""
         self._given_config = config
         self._client = EngineClient(self, engine_timeout, in_process)
-        self._streams: dict[str, _Stream] = {}
+        self._streams: dict[str, OutputStream] = {}
         """Those of unfinished requests, by the ids that the engine knows them by."""
         self._engine_ids: dict[str, str] = {}
         """What the engine calls them, by the callers' ids."""
         self._numbers = itertools.count()
-        self._is_open = False
+        self._is_open = self._was_ready = False
         self._idle = asyncio.Event()
         self._idle.set()
         self._dead = asyncio.Event()
@@ -84,7 +87,7 @@ class AsyncLLM:
             raise
         self._maker = RequestMaker(self.tokenizer, self.config, self.model_config)
         self._answers = Answers(self.tokenizer)
-        self._is_open = True
+        self._is_open = self._was_ready = True
 
     @property
     def is_ready(self) -> bool:
@@ -93,8 +96,8 @@ class AsyncLLM:
 
     @property
     def is_running(self) -> bool:
-        """The engine was started and is alive: false once it died, hangs or was shut down."""
-        return self._client.is_alive
+        """The engine answers: it was ready once, and did not die, hang or get shut down since."""
+        return self._was_ready and self._client.is_alive
 
     @property
     def pid(self) -> int:
@@ -107,19 +110,19 @@ class AsyncLLM:
         return len(self._streams)
 
     async def generate(
-        self, prompt: Prompt, params: SamplingParams | None, request_id: str
+        self, prompt: Prompt, params: SamplingParams | None, request_id: str, priority: int = 0
     ) -> AsyncGenerator[RequestOutput, None]:
         """Outputs of a request, as `params.output_kind` asks; the last one is `finished`.
 
         The request is aborted if the iterator is closed or its task cancelled before. Every output has `metrics`. A
-        caller that reads slowly misses no DELTA output, but of CUMULATIVE ones all but the newest. Errors come at the
-        first `anext`.
+        caller that reads slowly gets several DELTA outputs as one, and of CUMULATIVE ones the newest. Errors come at
+        the first `anext`.
 
         Raises:
             ValueError: the request cannot be served, or its id belongs to an unfinished one.
             EngineDeadError: the engine died, or is being shut down.
         """
-        stream = await self._enter(prompt, params, request_id)
+        stream = await self._enter(prompt, params, request_id, priority)
         try:
             while True:
                 output = await stream.get()
@@ -159,6 +162,28 @@ class AsyncLLM:
     async def memory(self) -> dict[str, Any]:
         """As `LLM.memory_stats().to_dict()`."""
         return await self._client.call("memory")
+
+    async def start_profile(self, folder: str) -> None:
+        """Records from now on what the engine does, below `folder`; see `LLM.start_profile`.
+
+        Raises:
+            ValueError: something is being recorded already, or the folder cannot be written to.
+        """
+        await self._profile("start_profile", folder)
+
+    async def stop_profile(self) -> ProfileReport:
+        """Ends the recording, and reads it in a process of its own, so that no request waits for that.
+
+        Raises:
+            ValueError: nothing is being recorded, or no step ran meanwhile.
+        """
+        return await read_apart(await self._profile("stop_profile"))
+
+    async def _profile(self, method: str, *arguments: str) -> str:
+        answer = await self._client.call(method, *arguments)
+        if "error" in answer:
+            raise ValueError(answer["error"])
+        return answer["folder"]
 
     async def shutdown(self, timeout: float) -> None:
         """Refuses new requests, gives unfinished ones `timeout` seconds, aborts the rest and ends the engine.
@@ -207,7 +232,9 @@ class AsyncLLM:
             stream.fail(EngineDeadError(str(error)))
         self._dead.set()
 
-    async def _enter(self, prompt: Prompt, params: SamplingParams | None, request_id: str) -> _Stream:
+    async def _enter(
+        self, prompt: Prompt, params: SamplingParams | None, request_id: str, priority: int
+    ) -> OutputStream:
         times = RequestTimes(time.monotonic())
         self._check_open()
         if not isinstance(request_id, str):
@@ -216,16 +243,16 @@ class AsyncLLM:
         # for another's.
         engine_id = f"{request_id}-{next(self._numbers)}"
         if _is_long(prompt):
-            text, request = await asyncio.to_thread(self._maker.make, engine_id, prompt, params)
+            text, request = await asyncio.to_thread(self._maker.make, engine_id, prompt, params, priority)
             self._check_open()
         else:
-            text, request = self._maker.make(engine_id, prompt, params)
+            text, request = self._maker.make(engine_id, prompt, params, priority)
         if request_id in self._engine_ids:
             raise ValueError(f"request_id={request_id!r} is in use by an unfinished request: choose another")
         request.arrival_time = times.arrival_time
         packed = pack(request)
         self._answers.add(text, request)
-        stream = _Stream(request_id, request, times)
+        stream = OutputStream(request_id, request, times)
         self._streams[engine_id], self._engine_ids[request_id] = stream, engine_id
         self._idle.clear()
         self._client.send(AddRequest(packed))
@@ -237,7 +264,7 @@ class AsyncLLM:
         if not self.is_ready:
             raise EngineDeadError("the engine is not running")
 
-    def _abort(self, stream: _Stream) -> None:
+    def _abort(self, stream: OutputStream) -> None:
         """End a request where it is, unless it ended before."""
         if self._streams.get(stream.engine_id) is not stream:
             return
@@ -247,54 +274,15 @@ class AsyncLLM:
         if self._client.is_alive:
             self._client.send(Abort(members, FinishReason.ABORT))
 
-    def _put(self, stream: _Stream, output: RequestOutput) -> None:
+    def _put(self, stream: OutputStream, output: RequestOutput) -> None:
         if output.finished:
             self._forget(stream)
         stream.put(output)
 
-    def _forget(self, stream: _Stream) -> None:
+    def _forget(self, stream: OutputStream) -> None:
         del self._streams[stream.engine_id], self._engine_ids[stream.request_id]
         if not self._streams:
             self._idle.set()
-
-
-class _Stream:
-    """One request's outputs on their way to its caller."""
-
-    def __init__(self, request_id: str, request: Request, times: RequestTimes) -> None:
-        self.request_id = request_id
-        self.engine_id = request.request_id
-        self.times = times
-        """Up to the last output."""
-        self._keeps_all = request.params.output_kind is RequestOutputKind.DELTA
-        self._outputs: deque[RequestOutput] = deque()
-        self._error: Exception | None = None
-        self._has_news = asyncio.Event()
-
-    def put(self, output: RequestOutput) -> None:
-        times = self.times
-        output.request_id = self.request_id
-        output.metrics = RequestTimes(
-            times.arrival_time, times.first_scheduled_time, times.first_token_time, times.last_token_time
-        )
-        if not self._keeps_all:
-            self._outputs.clear()
-        self._outputs.append(output)
-        self._has_news.set()
-
-    def fail(self, error: Exception) -> None:
-        """After what came before was read."""
-        self._error = error
-        self._has_news.set()
-
-    async def get(self) -> RequestOutput:
-        """The next output; for one caller, which may be cancelled without losing any."""
-        while not self._outputs:
-            if self._error is not None:
-                raise self._error
-            self._has_news.clear()
-            await self._has_news.wait()
-        return self._outputs.popleft()
 
 
 def _is_long(prompt: Any) -> bool:

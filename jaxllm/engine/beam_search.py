@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from jaxllm.outputs import BeamSearchSequence
-from jaxllm.sampling_params import MAX_LOGPROBS, BeamSearchParams
+from jaxllm.sampling_params import BeamSearchParams
 
 
 class Hypothesis(NamedTuple):
@@ -37,13 +37,19 @@ class BeamSearch:
         params: how to search.
         eos_token_ids: tokens that end an answer.
         max_tokens: most tokens of an answer.
+        max_logprobs: most candidates that the engine tells of a token; -1 is no limit.
 
     Raises:
         ValueError: more candidates are needed than the engine tells.
     """
 
     def __init__(
-        self, prompt_ids: Sequence[int], params: BeamSearchParams, eos_token_ids: frozenset[int], max_tokens: int
+        self,
+        prompt_ids: Sequence[int],
+        params: BeamSearchParams,
+        eos_token_ids: frozenset[int],
+        max_tokens: int,
+        max_logprobs: int,
     ) -> None:
         self.prompt_ids = tuple(prompt_ids)
         self.running = [Hypothesis((), 0.0)]
@@ -56,11 +62,11 @@ class BeamSearch:
         # So many that enough go on even if all ends of all hypotheses are among the best.
         per_beam = max(2, 1 + len(self._eos_token_ids))
         self.num_candidates = per_beam * params.beam_width
-        if self.num_candidates > MAX_LOGPROBS:
+        if self.num_candidates > max_logprobs != -1:
             raise ValueError(
                 f"beam_width={params.beam_width} needs {self.num_candidates} candidates a token with "
-                f"{len(self._eos_token_ids)} end tokens, but {MAX_LOGPROBS} are told: "
-                f"use at most {MAX_LOGPROBS // per_beam}"
+                f"{len(self._eos_token_ids)} end tokens, but max_logprobs={max_logprobs} are told: "
+                f"use at most {max_logprobs // per_beam}, or start the engine with max_logprobs=-1"
             )
 
     def advance(self, candidates: Sequence[Sequence[Candidate]]) -> None:

@@ -10,14 +10,20 @@ from __future__ import annotations
 import logging
 import weakref
 from collections import deque
+from pathlib import Path
 
 from jaxllm.engine.logprobs import attach_details
 from jaxllm.engine.pacing import StepPacer
+from jaxllm.engine.step_log import StepLog
 from jaxllm.outputs import TokenOutput
+from jaxllm.profiling.session import ProfilerSession
 from jaxllm.request import FinishReason, Request
+from jaxllm.runner.annotations import annotate, annotate_step
 from jaxllm.runner.model_runner import ModelRunner, PendingStep
 from jaxllm.scheduling.plan import StepPlan
+from jaxllm.scheduling.policy_choice import make_order, make_victims
 from jaxllm.scheduling.scheduler import Scheduler, StepLimits
+from jaxllm.scheduling.swap_rule import SwapRule
 
 logger = logging.getLogger(__name__)
 
@@ -35,10 +41,20 @@ class EngineCore:
         config = runner.config
         assert config.max_num_seqs and config.max_num_batched_tokens, "unresolved defaults"
         self.runner = runner
-        limits = StepLimits(config.max_num_seqs, config.max_num_batched_tokens, runner.admitted_blocks)
-        self.scheduler = Scheduler(limits, runner.size, config.enable_prefix_caching)
+        limits = StepLimits(
+            config.max_num_seqs,
+            config.max_num_batched_tokens,
+            runner.admitted_blocks,
+            config.long_prefill_token_threshold,
+        )
+        order = make_order(config.scheduling_policy)
+        victims = make_victims(config.preemption_victim, order)
+        rule = SwapRule(config.preemption_mode, runner.swap_costs)
+        self.scheduler = Scheduler(limits, runner.size, config.enable_prefix_caching, order, victims, rule)
+        self.log = StepLog(self.scheduler, runner)
         self._in_flight: InFlight = deque()
         self._pacer = StepPacer(runner.max_steps)
+        self._session: ProfilerSession | None = None
         self._end: BaseException | None = None
         # XLA ends the process badly if it exits while a step runs.
         self._drain_at_exit = weakref.finalize(self, _wait_for, self._in_flight)
@@ -51,10 +67,9 @@ class EngineCore:
         """Launches what can be launched and reads the oldest step; empty if there is nothing to do."""
         self._check_alive()
         try:
-            self._launch_ahead()
-            outputs = self._read_oldest() if self._in_flight else []
-            while self._in_flight and not self.scheduler.has_unfinished:
-                self._read_oldest()  # computed past the end of the last request
+            self.log.begin()
+            with annotate_step():
+                outputs = self._run_step()
         except Exception as error:
             self._end = error
             raise
@@ -71,6 +86,30 @@ class EngineCore:
             return False
         return True
 
+    def start_profile(self, folder: Path) -> ProfilerSession:
+        """Records what runs from now on, below `folder`; a step in between is not cut.
+
+        Raises:
+            ValueError: something is being recorded already.
+            OSError: the folder cannot be written to.
+        """
+        if self._session is not None:
+            raise ValueError("a profile is being recorded already: stop it before another one is started")
+        self._session = ProfilerSession(self.runner, folder, len(self._in_flight))
+        return self._session
+
+    def stop_profile(self) -> Path:
+        """Ends the recording; returns its folder, for `jaxllm.profiling.report.write_report`.
+
+        Raises:
+            ValueError: nothing is being recorded.
+            OSError: the folder cannot be written to any more.
+        """
+        if self._session is None:
+            raise ValueError("no profile is being recorded: start one first")
+        session, self._session = self._session, None
+        return session.stop()
+
     @property
     def has_unfinished(self) -> bool:
         return self.scheduler.has_unfinished
@@ -82,25 +121,42 @@ class EngineCore:
         self._end = self._end or RuntimeError("the engine is closed")
         try:
             self._drain_at_exit()
+            if self._session is not None:
+                self.stop_profile()
         finally:
             self.runner.close()
 
+    def _run_step(self) -> list[TokenOutput]:
+        self._launch_ahead()
+        outputs = self._read_oldest() if self._in_flight else []
+        while self._in_flight and not self.scheduler.has_unfinished:
+            self._read_oldest()  # computed past the end of the last request
+        return outputs
+
     def _launch_ahead(self) -> None:
         limit = self.runner.config.max_steps_in_flight
-        while len(self._in_flight) < limit and (plan := self.scheduler.schedule(self._pacer.num_steps)):
+        while len(self._in_flight) < limit and (plan := self._schedule()):
             self._in_flight.append((plan, self.runner.launch(plan)))
         stuck = not self._in_flight and self.scheduler.has_unfinished
         assert not stuck, "requests wait, but nothing can be computed"
+
+    def _schedule(self) -> StepPlan:
+        with annotate("schedule"):
+            # Within a loop a profiler sees the kernels of its first turn only.
+            return self.scheduler.schedule(1 if self._session else self._pacer.num_steps)
 
     def _read_oldest(self) -> list[TokenOutput]:
         plan, pending = self._in_flight[0]
         if len(self._in_flight) > 1:
             self._pacer.note_read(pending.is_ready)
-        output = pending.result()  # may be interrupted: the step is then still there
+        with annotate("read"):
+            output = pending.result()  # may be interrupted: the step is then still there
         self._in_flight.popleft()
-        token_outputs = self.scheduler.update(plan, output)
-        if output.details or output.prompts:
-            attach_details(plan, output, token_outputs)
+        with annotate("update"):
+            token_outputs = self.scheduler.update(plan, output)
+            if output.details or output.prompts:
+                attach_details(plan, output, token_outputs)
+        self.log.end(plan, token_outputs)
         return token_outputs
 
     def _check_alive(self) -> None:

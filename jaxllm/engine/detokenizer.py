@@ -13,6 +13,10 @@ Three things make the text of a token depend on its neighbours:
   token that was shown is decoded again in front of the new ones, as context.
 - Byte tokens (`<0xE4>`) that follow each other are one unit to the `tokenizers` library: a character each if all of
   them together are UTF-8, else one U+FFFD for every byte of the run. See `_ByteRun`.
+
+Without `spaces_between_special_tokens`, "decoding at once" has an exception, which is vLLM's: an added token that
+follows an added token of the answer (tokens without text do not count) is what the vocabulary writes, without a space
+that the decoder would put before it.
 """
 
 from __future__ import annotations
@@ -46,13 +50,19 @@ class TokenText(NamedTuple):
     """Its value if it is a byte token."""
     is_whole: bool
     """It ends and begins with whole characters, and its text does not depend on the token before it."""
+    joined: str | None = None
+    """Its text behind an added token, if it is one itself and no space comes between those."""
 
 
 class TextVocabulary:
     """The tokens' texts, each looked up once for all answers."""
 
-    def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool = True) -> None:
+    def __init__(
+        self, tokenizer: Tokenizer, skip_special_tokens: bool = True, spaces_between_special_tokens: bool = True
+    ) -> None:
         self._tokenizer = tokenizer
+        has_spaces = skip_special_tokens or spaces_between_special_tokens  # vLLM's rule
+        self._joined = {} if has_spaces else tokenizer.added_tokens
         self._skip_special_tokens = skip_special_tokens
         self._skipped_ids = tokenizer.special_ids if skip_special_tokens else frozenset()
         self.has_byte_tokens = _has_byte_fallback(tokenizer)
@@ -74,7 +84,13 @@ class TextVocabulary:
         return self._tokenizer.decode([token_id], skip_special_tokens=False) if found is None else found.alone
 
     def decode(self, ids: list[int]) -> str:
+        """What the tokenizer's decoder makes of tokens."""
         return self._tokenizer.decode(ids, skip_special_tokens=self._skip_special_tokens)
+
+    def text(self, ids: Sequence[int]) -> str:
+        """What tokens are as an answer."""
+        detokenizer = IncrementalDetokenizer(self, ())
+        return detokenizer.append(ids) + detokenizer.flush()
 
     def _look_up(self, token_id: int) -> TokenText | None:
         token = None if token_id in self._skipped_ids else self._tokenizer.id_to_token(token_id)
@@ -82,7 +98,9 @@ class TextVocabulary:
             return None
         alone = self.decode([token_id])
         byte = _parse_byte_token(token) if self.has_byte_tokens else None
-        return TokenText(alone, byte, not self.needs_context and REPLACEMENT not in alone)
+        joined = self._joined.get(token_id) if byte is None else None
+        is_whole = joined is None and not self.needs_context and REPLACEMENT not in alone
+        return TokenText(alone, byte, is_whole, joined)
 
 
 class IncrementalDetokenizer:
@@ -97,6 +115,8 @@ class IncrementalDetokenizer:
         """The token before the pending ones, or nothing at the start of a text and where none is needed."""
         self._num_shown = 0
         """Characters of the text of context and pending tokens that were returned."""
+        self._follows_joined = False
+        """The last token that has text was one of those without spaces between them."""
         self._set_context(self._find_context(prompt_ids))
 
     def append(self, token_ids: Sequence[int]) -> str:
@@ -104,12 +124,19 @@ class IncrementalDetokenizer:
         if len(token_ids) == 1 and not self._pending:  # nearly every token of a stream
             found = self._vocabulary.get(token_ids[0])
             if found is not None and found.is_whole:
+                self._follows_joined = False
                 return found.alone
         texts: list[str] = []
         neighbours: list[int] = []
         for token_id in token_ids:
             found = self._vocabulary.get(token_id)
             if found is None:
+                continue
+            follows, self._follows_joined = self._follows_joined, found.joined is not None
+            if follows and found.joined is not None:
+                texts += self._append_texts(neighbours), self._settle(), found.joined
+                self._settle_at(token_id)
+                neighbours = []
                 continue
             if found.byte is None:
                 neighbours.append(token_id)

@@ -14,8 +14,10 @@ from jaxllm.engine.answers import Answers
 from jaxllm.engine.request_maker import Prompt, RequestMaker
 from jaxllm.engine.stand_in_tokenizer import open_tokenizer
 from jaxllm.engine.start import start_core
+from jaxllm.logs import set_up_log
 from jaxllm.outputs import RequestOutput
 from jaxllm.request import FinishReason, Request
+from jaxllm.runner.annotations import annotate
 from jaxllm.sampling_params import SamplingParams
 
 
@@ -31,6 +33,7 @@ class LLMEngine:
     """
 
     def __init__(self, model: str, **fields: Any):
+        set_up_log()
         self.core = start_core(EngineConfig(model, **fields), self._take_source)
         self.config = self.core.runner.config
         self.request_maker = RequestMaker(self.tokenizer, self.config, self.model_config)
@@ -41,30 +44,35 @@ class LLMEngine:
         """Sampling parameters of requests that bring none: what the model recommends, or `SamplingParams()`."""
         return self.request_maker.default_params
 
-    def add_request(self, request_id: str, prompt: Prompt, params: SamplingParams | None = None) -> None:
+    def add_request(
+        self, request_id: str, prompt: Prompt, params: SamplingParams | None = None, priority: int = 0
+    ) -> None:
         """Enters a request.
 
         Args:
             request_id: any string no unfinished request has.
             prompt: text, or token ids.
             params: by default `default_params`.
+            priority: the lower, the sooner; other than 0 only where `scheduling_policy` heeds it.
 
         Raises:
             ValueError: the request cannot be served; nothing was entered.
         """
-        text, request = self.make_request(request_id, prompt, params)
+        text, request = self.make_request(request_id, prompt, params, priority)
         self.answers.add(text, request)
         self.core.add_request(request)
 
     def make_request(
-        self, request_id: str, prompt: Prompt, params: SamplingParams | None = None
+        self, request_id: str, prompt: Prompt, params: SamplingParams | None = None, priority: int = 0
     ) -> tuple[str | None, Request]:
         """What `add_request` would enter, and the prompt's text if it was text; raises what it would raise."""
-        return self.request_maker.make(request_id, prompt, params)
+        return self.request_maker.make(request_id, prompt, params, priority)
 
     def step(self) -> list[RequestOutput]:
         """Runs the model once; returns the new state of every request that got a token or ended."""
-        outputs, stopped = self.answers.process(self.core.step())
+        token_outputs = self.core.step()
+        with annotate("detokenize"):
+            outputs, stopped = self.answers.process(token_outputs)
         for stop in stopped:
             self.core.abort(stop.request_id, FinishReason.STOP, stop.stop)
         return outputs

@@ -135,12 +135,12 @@ class EngineClient(asyncio.Protocol):
         if self._has_work():
             self._watchdog.watch()
 
-    async def call(self, method: str) -> Any:
+    async def call(self, method: str, *arguments: str) -> Any:
         """Asks a question, which is answered between two steps."""
         number = next(self._numbers)
         self._calls[number] = future = asyncio.get_running_loop().create_future()
         try:
-            self.send(Call(number, method))
+            self.send(Call(number, method, list(arguments)))
             return await future
         finally:
             del self._calls[number]

@@ -24,6 +24,7 @@ from jaxllm.config import ModelConfig
 from jaxllm.engine.core import EngineCore
 from jaxllm.engine.engine_stats import EngineStats
 from jaxllm.engine.inspection import inspect_memory, inspect_requests
+from jaxllm.engine.memory_use import device_bytes, resident_bytes
 from jaxllm.engine.messages import (
     Abort,
     AddRequest,
@@ -44,6 +45,7 @@ from jaxllm.engine.messages import (
     unpack,
 )
 from jaxllm.engine.start import start_core
+from jaxllm.logs import FORMAT
 from jaxllm.outputs import TokenOutput
 from jaxllm.request import Request
 
@@ -51,7 +53,6 @@ logger = logging.getLogger(__name__)
 
 READ_BYTES = 1 << 20
 PR_SET_PDEATHSIG = 1
-LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 
 
 class EngineLink:
@@ -134,10 +135,12 @@ class EngineLoop:
             Call: self._answer,
             Stop: self._stop,
         }
-        self._calls: dict[str, Callable[[], Any]] = {
+        self._calls: dict[str, Callable[..., Any]] = {
             "stats": self._stats,
             "reset_prefix_cache": core.reset_prefix_cache,
             "memory": lambda: inspect_memory(core).to_dict(),
+            "start_profile": self._start_profile,
+            "stop_profile": self._stop_profile,
             "debug_requests": lambda: [state.to_dict() for state in inspect_requests(core)],
         }
 
@@ -169,7 +172,13 @@ class EngineLoop:
             self._without_token.pop(request_id, None)
 
     def _answer(self, message: Call) -> None:
-        self._link.send(Reply(message.number, self._calls[message.method]()))
+        self._link.send(Reply(message.number, self._calls[message.method](*message.arguments)))
+
+    def _start_profile(self, folder: str) -> dict[str, str]:
+        return _folder_or_error(lambda: self._core.start_profile(Path(folder)).folder)
+
+    def _stop_profile(self) -> dict[str, str]:
+        return _folder_or_error(self._core.stop_profile)
 
     def _stop(self, message: Stop) -> None:
         self._stopped = True
@@ -194,16 +203,24 @@ class EngineLoop:
     def _stats(self) -> dict[str, Any]:
         scheduler, runner = self._core.scheduler, self._core.runner
         steps, tokens, padded_tokens = runner.counts.values
-        prefix_cache = scheduler.kv.stats().prefix_cache
+        kv, chunk_bytes = scheduler.kv.stats(), runner.host.chunk_bytes
+        prefix_cache = kv.prefix_cache
+        in_use, limit = device_bytes(runner.mesh.devices.flat)
         stats = EngineStats(
             num_running=scheduler.num_running,
-            num_waiting=scheduler.num_waiting,
+            num_waiting=scheduler.num_waiting - scheduler.num_swapped,
+            num_swapped=scheduler.num_swapped,
             kv_cache_usage=scheduler.kv.usage,
             num_used_blocks=scheduler.kv.num_used_blocks,
             num_blocks=scheduler.kv.num_blocks,
             num_preemptions=scheduler.num_preemptions,
             prefix_cache_queries=prefix_cache.queries,
             prefix_cache_hits=prefix_cache.hits,
+            host_cache_hits=prefix_cache.host_hits,
+            host_cache_usage=kv.host.usage,
+            num_host_blocks=kv.host.total_blocks,
+            bytes_swapped_out=runner.host.num_out * chunk_bytes,
+            bytes_swapped_in=runner.host.num_in * chunk_bytes,
             num_compiles_since_ready=runner.num_compiles_since_ready,
             num_steps=steps,
             num_step_tokens=tokens,
@@ -211,8 +228,20 @@ class EngineLoop:
             num_prompt_tokens=self._num_prompt_tokens,
             num_cached_prompt_tokens=self._num_cached_prompt_tokens,
             num_generated_tokens=self._num_generated_tokens,
+            step_seconds=self._core.log.seconds,
+            resident_bytes=resident_bytes(),
+            device_bytes_in_use=in_use,
+            device_bytes_limit=limit,
         )
         return dataclasses.asdict(stats)
+
+
+def _folder_or_error(profile: Callable[[], Path]) -> dict[str, str]:
+    """What goes wrong with a profile is no reason for the engine to end."""
+    try:
+        return {"folder": str(profile())}
+    except (ValueError, OSError) as error:
+        return {"error": str(error)}
 
 
 def run_engine(end: socket.socket) -> bool:
@@ -238,7 +267,9 @@ def main(arguments: Sequence[str]) -> int:
     _die_with(parent)
     # Ctrl-C is the parent's affair: it may want its answers finished.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    logging.basicConfig(level=log_level, format=LOG_FORMAT)
+    # Of other libraries only warnings: JAX at debug level tells of every operation.
+    logging.basicConfig(level=logging.WARNING, format=FORMAT)
+    logging.getLogger("jaxllm").setLevel(log_level)
     return 0 if run_engine(socket.socket(fileno=descriptor)) else 1
 
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from jaxllm.engine.core import EngineCore
-from jaxllm.memory import DeviceMemory, imbalance_of
+from jaxllm.memory import DeviceMemory, SwapCosts, imbalance_of
 from jaxllm.scheduling.kv_manager import KVManager
 from jaxllm.scheduling.kv_stats import KVStats
 
@@ -29,11 +29,24 @@ class PoolStats(KVStats):
 
 
 @dataclass(frozen=True)
+class SwapStats:
+    """Host memory for K/V, and the copies between it and the devices."""
+
+    host_bytes: int
+    """Set aside for K/V, whatever they hold."""
+    bytes_out: int
+    bytes_in: int
+    costs: SwapCosts | None
+    """As measured at the start; None where there is no host memory, and with enforce_eager."""
+
+
+@dataclass(frozen=True)
 class MemoryStats:
     """Where an engine's memory went."""
 
     devices: tuple[DeviceMemory, ...]
     pool: PoolStats
+    swap: SwapStats
     imbalance_percent: float
     """How much more than the average the fullest device holds."""
 
@@ -48,7 +61,7 @@ class SequenceState:
 
     request_id: str
     status: str
-    """waiting, waiting for fork (another request computes their prompt) or running."""
+    """waiting, waiting for fork (another request computes their prompt), swapped or running."""
     last_token_ids: tuple[int, ...]
     """The last 10 that the host knows, prompt included."""
     block_ids: tuple[int, ...]
@@ -72,7 +85,10 @@ class SequenceState:
 def inspect_memory(core: EngineCore) -> MemoryStats:
     """What an engine holds on its devices, and how the blocks of its K/V cache are used."""
     devices = core.runner.memory_report()
-    return MemoryStats(devices, _pool_stats(core.scheduler.kv), imbalance_of(devices))
+    host, size = core.runner.host, core.runner.size
+    held, gone, back = (chunks * host.chunk_bytes for chunks in (size.host_chunks, host.num_out, host.num_in))
+    swap = SwapStats(held, gone, back, core.runner.swap_costs)
+    return MemoryStats(devices, _pool_stats(core.scheduler.kv), swap, imbalance_of(devices))
 
 
 def inspect_requests(core: EngineCore) -> list[SequenceState]:

@@ -1,6 +1,6 @@
 """What passes between an API process and its engine process: messages, as frames on a stream socket.
 
-Invariants: frames arrive whole and in order; a frame is the length of its body (4 bytes, little-endian) and the body,
+Invariants: frames arrive whole and in order; a frame is the length of its body (8 bytes, little-endian) and the body,
 a message in MessagePack. What comes with every step is typed, for speed. Requests and configurations, which others
 add fields to, are pickled within: the socket has no name, and both of its ends are the same program's.
 """
@@ -16,7 +16,7 @@ import msgspec
 from jaxllm.outputs import TokenOutput
 from jaxllm.request import FinishReason
 
-LENGTH_BYTES = 4
+LENGTH_BYTES = 8
 FUNCTION_REMEDY = 'the engine\'s process has to find the function; name it as "package.module:function"'
 CROSSING = {error.__name__: error for error in (ValueError, TypeError, OSError, MemoryError)}
 """Errors that are raised on the other side as what they are."""
@@ -53,6 +53,7 @@ class Call(Message, frozen=True):
 
     number: int
     method: str
+    arguments: list[str] = []
 
 
 class Stop(Message, frozen=True):

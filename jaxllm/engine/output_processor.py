@@ -8,6 +8,7 @@ flight bring. The work of a step does not grow with the answers, and text that n
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -32,7 +33,9 @@ class OutputProcessor:
     """The answers of all unfinished requests, as text."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
-        self._vocabularies = {skip: TextVocabulary(tokenizer, skip) for skip in (True, False)}
+        switches = itertools.product((True, False), repeat=2)
+        self._vocabularies = {switch: TextVocabulary(tokenizer, *switch) for switch in switches}
+        """By what is done about special tokens."""
         self._answers: dict[str, _Answer] = {}
 
     def __contains__(self, request_id: object) -> bool:
@@ -43,7 +46,8 @@ class OutputProcessor:
         """Register a request, before its first token can come."""
         if request_id in self._answers:
             raise ValueError(f"request_id={request_id!r} belongs to a request that is not finished: use another one")
-        vocabulary = self._vocabularies[params.skip_special_tokens] if params.detokenize else None
+        switches = params.skip_special_tokens, params.spaces_between_special_tokens
+        vocabulary = self._vocabularies[switches] if params.detokenize else None
         self._answers[request_id] = _Answer(request_id, prompt, list(prompt_ids), params, vocabulary)
 
     def process(self, token_outputs: Iterable[TokenOutput]) -> tuple[list[RequestOutput], list[StoppedRequest]]:
@@ -91,6 +95,8 @@ class _Answer:
     ) -> None:
         self.request_id = request_id
         self.finish_reason: str | None = None
+        self.stop_string: str | None = None
+        """The stop string that ended the answer."""
         self._prompt = prompt
         self._prompt_ids = prompt_ids
         self._min_tokens = params.min_tokens
@@ -113,11 +119,6 @@ class _Answer:
         self._cumulative_logprob = 0.0
         self._num_cached_tokens = 0
         self._stop_reason: int | str | None = None
-
-    @property
-    def stop_string(self) -> str | None:
-        """The stop string that ended the answer."""
-        return None if self._matcher is None else self._matcher.matched
 
     @property
     def has_output(self) -> bool:
@@ -206,4 +207,5 @@ class _Answer:
     def _show(self, text: str) -> None:
         if self._matcher is not None and text:
             text = self._matcher.append(text, may_stop=len(self._token_ids) > self._min_tokens)
+            self.stop_string = self._matcher.matched
         self._text += text

@@ -20,8 +20,12 @@ from jaxllm.sampling_params import (
     MAX_SUPPRESSED_TOKEN_IDS,
     SamplingParams,
 )
+from jaxllm.scheduling.policy_choice import make_order
 
 logger = logging.getLogger(__name__)
+
+MAX_PROMPT_LOGPROBS = 1 << 26
+"""Log-probabilities of one prompt: some 10 GB in the form that callers get them in."""
 
 
 class TextPrompt(TypedDict):
@@ -58,13 +62,19 @@ class RequestMaker:
         assert isinstance(config.max_model_len, int), "unresolved defaults"
         self._tokenizer = tokenizer
         self._max_model_len = config.max_model_len
+        self._max_logprobs = config.max_logprobs
+        self._policy = config.scheduling_policy
+        self.uses_priority = make_order(config.scheduling_policy).uses_priority
+        """Whether a request may have a priority."""
         self._model = model
         self._eos_token_ids = frozenset(model.eos_token_ids)
         self._seeds = random.Random(config.seed)
         self.default_params = _make_default_params(config, model)
         """Of requests that bring none."""
 
-    def make(self, request_id: str, prompt: Prompt, params: SamplingParams | None) -> tuple[str | None, Request]:
+    def make(
+        self, request_id: str, prompt: Prompt, params: SamplingParams | None, priority: int = 0
+    ) -> tuple[str | None, Request]:
         """The prompt's text, if it was text, and the checked request, with a child for each answer but the first.
 
         Raises:
@@ -75,10 +85,12 @@ class RequestMaker:
         if not isinstance(params, SamplingParams | None):
             raise ValueError(f"params={params!r} is not a SamplingParams")
         params = params or self.default_params
+        self._check_priority(priority)
         text, token_ids = self._tokenize(prompt)
         self._check_prompt(token_ids)
         bad_word_ids = self._tokenize_bad_words(params)
         self._check_params(params, bad_word_ids)
+        self._check_logprobs(params, len(token_ids))
         request = Request(
             request_id,
             tuple(token_ids),
@@ -87,6 +99,7 @@ class RequestMaker:
             max_len=min(self._max_model_len, len(token_ids) + (params.max_tokens or self._max_model_len)),
             seed=self._make_seed(params, 0),
             cache_salt=_get_salt(prompt),
+            priority=priority,
             bad_word_ids=bad_word_ids,
         )
         request.fork({f"{index}_{request_id}": self._make_seed(params, index) for index in range(1, params.n)})
@@ -115,6 +128,15 @@ class RequestMaker:
         except UnicodeEncodeError as error:
             raise ValueError(f"prompt={text!r} is not valid Unicode: {error.reason} at {error.start}") from error
         return self._tokenizer.encode(text)
+
+    def _check_priority(self, priority: int) -> None:
+        if isinstance(priority, bool) or not isinstance(priority, int):
+            raise ValueError(f"priority={priority!r} is not valid: use a whole number, the lower the sooner")
+        if priority and not self.uses_priority:
+            raise ValueError(
+                f"priority={priority} means nothing under scheduling_policy={self._policy!r}: start the engine with "
+                "scheduling_policy='priority' or 'dynamic', or leave it 0"
+            )
 
     def _check_prompt(self, token_ids: list[int]) -> None:
         limit, vocab_size = self._max_model_len, self._model.vocab_size
@@ -175,6 +197,24 @@ class RequestMaker:
             raise ValueError(
                 f"allowed_token_ids={list(params.allowed_token_ids)} are all excluded by bad_words, or by min_tokens "
                 "as stop tokens: allow another token, or take those back"
+            )
+
+    def _check_logprobs(self, params: SamplingParams, prompt_len: int) -> None:
+        limit, vocab_size = self._max_logprobs, self._model.vocab_size
+        for name in ("logprobs", "prompt_logprobs"):
+            asked = getattr(params, name)
+            if asked is not None and (vocab_size if asked == -1 else asked) > limit != -1:
+                raise ValueError(
+                    f"{name}={asked} is more than max_logprobs={limit} allows: ask for 0 to {limit}, or start the "
+                    "engine with max_logprobs=-1, which is no limit"
+                )
+        asked = params.prompt_logprobs
+        per_token = vocab_size if asked == -1 else min(asked or 0, vocab_size)
+        if prompt_len * per_token > MAX_PROMPT_LOGPROBS:
+            raise ValueError(
+                f"prompt_logprobs={asked} of {prompt_len} tokens are {prompt_len * per_token} numbers, at most "
+                f"{MAX_PROMPT_LOGPROBS} can be: ask for fewer, or shorten the prompt to "
+                f"{MAX_PROMPT_LOGPROBS // per_token} tokens"
             )
 
 

@@ -17,6 +17,7 @@ from jaxllm.models.source import open_source
 from jaxllm.parallel.mesh import make_mesh, prepare_devices
 from jaxllm.parallel.partition import split_over
 from jaxllm.runner.model_runner import ModelRunner
+from jaxllm.scheduling.policy_choice import make_order
 
 logger = logging.getLogger(__name__)
 
@@ -32,6 +33,7 @@ def start_core(config: EngineConfig, take_source: Callable[[ModelConfig, Path | 
         ValueError: the model, a field or their combination is not usable; the message says why.
     """
     started = time.perf_counter()
+    make_order(config.scheduling_policy)  # for its errors
     prepare_devices(config)
     with open_source(config) as source:
         mesh = make_mesh(config)

@@ -51,6 +51,11 @@ class Tokenizer:
         return self.backend.get_vocab_size(with_added_tokens=True)
 
     @cached_property
+    def added_tokens(self) -> Mapping[int, str]:
+        """Tokens beside those of the model behind the tokenizer, special ones and others, as they are written."""
+        return {index: token.content for index, token in self.backend.get_added_tokens_decoder().items()}
+
+    @cached_property
     def special_ids(self) -> frozenset[int]:
         """Tokens that `decode` leaves out."""
         added = self.backend.get_added_tokens_decoder()

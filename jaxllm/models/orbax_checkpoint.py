@@ -6,6 +6,7 @@ restored is bit for bit what was written. Host memory holds a few chunks of arra
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
@@ -19,7 +20,7 @@ from jaxllm.models.expansion import Expansion, stored_specs
 BYTES_AT_ONCE = 1 << 30
 """Of parameters that are restored together."""
 CONCURRENT_GB = 1
-"""What Orbax may hold in host memory."""
+"""What Orbax may hold in host memory, unless an array alone is larger: it takes no part of one."""
 CHUNK_BYTES = 32 << 20
 """Arrays are cut into chunks so that a device need not read what belongs to others."""
 
@@ -31,7 +32,7 @@ def write_params(path: Path, params: Mapping[str, jax.Array]) -> None:
         params: with the shapes of `stored_specs`, on any mesh.
     """
     save_args = {name: ocp.SaveArgs(chunk_byte_size=CHUNK_BYTES) for name in params}
-    with ocp.Checkpointer(_handler()) as checkpointer:
+    with ocp.Checkpointer(_handler(params)) as checkpointer:
         checkpointer.save(path.absolute(), ocp.args.PyTreeSave(dict(params), save_args))
 
 
@@ -53,7 +54,7 @@ def restore_params(
     # disable=None: no bar where standard error is not a terminal.
     disable = None if progress else True
     bar = tqdm(total=total, desc="Loading weights", unit="B", unit_scale=True, disable=disable, leave=False)
-    with bar, ocp.Checkpointer(_handler()) as checkpointer:
+    with bar, ocp.Checkpointer(_handler(stored)) as checkpointer:
         _check(checkpointer, path, stored)
         for batch in _batches(stored):
             restored = _restore(checkpointer, path, batch)
@@ -63,13 +64,19 @@ def restore_params(
     return params
 
 
-def _handler() -> ocp.PyTreeCheckpointHandler:
+def _handler(arrays: Mapping[str, jax.ShapeDtypeStruct | jax.Array]) -> ocp.PyTreeCheckpointHandler:
+    gigabytes = concurrent_gb(arrays)
     return ocp.PyTreeCheckpointHandler(
         use_compression=False,  # it makes weights hardly smaller, only slower
-        restore_concurrent_gb=CONCURRENT_GB,
-        save_concurrent_gb=CONCURRENT_GB,
-        save_device_host_concurrent_gb=CONCURRENT_GB,
+        restore_concurrent_gb=gigabytes,
+        save_concurrent_gb=gigabytes,
+        save_device_host_concurrent_gb=gigabytes,
     )
+
+
+def concurrent_gb(arrays: Mapping[str, jax.ShapeDtypeStruct | jax.Array]) -> int:
+    """Gigabytes (10^9) that Orbax has to be allowed to hold for these arrays."""
+    return max(CONCURRENT_GB, math.ceil(max(map(_num_bytes, arrays.values())) / 10**9))
 
 
 def _check(checkpointer: ocp.Checkpointer, path: Path, stored: Mapping[str, jax.ShapeDtypeStruct]) -> None:
@@ -116,5 +123,5 @@ def _batches(specs: Mapping[str, jax.ShapeDtypeStruct]) -> Iterator[dict[str, ja
         yield batch
 
 
-def _num_bytes(spec: jax.ShapeDtypeStruct) -> int:
+def _num_bytes(spec: jax.ShapeDtypeStruct | jax.Array) -> int:
     return spec.size * spec.dtype.itemsize

@@ -96,7 +96,8 @@ class Decoder(nnx.Module):
             with jax.named_scope(f"layer_{index:02d}"):
                 stream, layer_cache = _run_layer(*nnx.split(layer), stream, rotations[rope], layer_cache, placement)
             written.append(layer_cache)
-        return stream.enter(None)[0], tuple(written)
+        with jax.named_scope("head"):
+            return stream.enter(None)[0], tuple(written)
 
     def _rotation(self, rope: RopeConfig, positions: Int[Array, " tokens"]) -> Rotation:
         frequencies = inverse_frequencies(rope, self.config.head_dim)

@@ -5,6 +5,7 @@ There is always a mesh, of one device too: nothing above asks whether there is m
 
 from __future__ import annotations
 
+import math
 import os
 from typing import Any
 
@@ -19,10 +20,15 @@ TENSOR_AXIS = "tensor"
 MEMORY_FRACTIONS = ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION")
 """New and old name of the variable; only one may be set."""
 DEFAULT_FRACTION = 0.75
+HOST_LIMIT, DEFAULT_HOST_GIB = "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB", 64
+"""Variable for the most pinned host memory that XLA takes, and how much that is without it."""
+SPARE_HOST_GIB = 8
+"""For what is not swap_space."""
 
 
 def prepare_devices(config: EngineConfig) -> None:
-    """Tells XLA what it can be told only before JAX starts: the share of a GPU's memory to take, or to take none.
+    """Tells XLA what it can be told only before JAX starts: the share of a GPU's memory to take, or to take none; and
+    how much pinned host memory, where swap_space is a lot.
 
     A share that the user set in the environment is left alone.
 
@@ -35,8 +41,12 @@ def prepare_devices(config: EngineConfig) -> None:
     if not xla_bridge.backends_are_initialized():
         if on_cpu:
             jax.config.update("jax_platforms", "cpu")
-        elif not chosen:
-            os.environ[MEMORY_FRACTIONS[0]] = str(config.gpu_memory_utilization)
+        else:
+            if not chosen:
+                os.environ[MEMORY_FRACTIONS[0]] = str(config.gpu_memory_utilization)
+            pinned = math.ceil((config.swap_space or 0) * config.tensor_parallel_size) + SPARE_HOST_GIB
+            if pinned > DEFAULT_HOST_GIB:
+                os.environ.setdefault(HOST_LIMIT, str(pinned))
     elif not on_cpu and jax.default_backend() == "gpu":
         share = float(os.environ[chosen[0]]) if chosen else DEFAULT_FRACTION
         if share != config.gpu_memory_utilization:

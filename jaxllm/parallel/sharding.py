@@ -15,6 +15,7 @@ AXIS_RULES: dict[str, str | None] = {
     "intermediate": TENSOR_AXIS,
     "hidden": None,
     "head_dim": None,
+    "cached": None,
     "blocks": None,
     "block_size": None,
     "splits": None,
@@ -25,6 +26,8 @@ AXIS_RULES: dict[str, str | None] = {
 """A logical axis that is not listed is an error, so that none is replicated by accident."""
 
 KV_CACHE_AXES = ("blocks", "block_size", "kv_heads", "head_dim")
+KV_CHUNK_AXES = ("cached", *KV_CACHE_AXES)
+"""Of blocks of every layer's K and V."""
 QUERY_AXES = ("tokens", "heads", "head_dim")
 QKV_AXES = ("splits", "tokens", "kv_heads", "qkv", "head_dim")
 REPLICATED = PartitionSpec()

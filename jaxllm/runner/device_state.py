@@ -22,6 +22,7 @@ from jaxllm.sampling_params import (
     MAX_LOGIT_BIASES,
     MAX_SUPPRESSED_TOKEN_IDS,
     SamplingParams,
+    is_wide,
 )
 
 type History = UInt16[Array, "seats vocab"]
@@ -41,6 +42,7 @@ class Asks(enum.IntFlag):
     TABLES = enum.auto()
     """Reads the tables."""
     LOGPROBS = enum.auto()
+    """`Details` of its tokens."""
 
     @classmethod
     def of(cls, params: SamplingParams) -> Asks:
@@ -51,7 +53,7 @@ class Asks(enum.IntFlag):
             asks |= cls.ONLY_ALLOWED
         if params.logit_bias or params.bad_words:
             asks |= cls.TABLES
-        if params.logprobs is not None:
+        if params.logprobs is not None and not is_wide(params.logprobs):
             asks |= cls.LOGPROBS
         return asks
 

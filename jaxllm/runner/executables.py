@@ -47,6 +47,8 @@ class Executables[S: Shape]:
         self.store = store
         self.compiler_options = compiler_options
         self.compiled: dict[S, jax.stages.Compiled] = {}
+        self.used: set[S] = set()
+        """Shapes that were asked for since somebody cleared this."""
         # Tracing holds the interpreter lock: doing one at a time leaves the other cores to the compiler.
         self.tracing = threading.Lock()
         self.cancelled = threading.Event()
@@ -55,6 +57,7 @@ class Executables[S: Shape]:
         """The bucket's executable, compiled now if it was not compiled ahead of time."""
         if bucket not in self.compiled:
             self.compiled[bucket] = self.make(bucket)
+        self.used.add(bucket)
         return self.compiled[bucket]
 
     def compile_all(self, buckets: Sequence[S], progress: bool = True) -> None:

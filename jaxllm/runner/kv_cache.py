@@ -15,9 +15,10 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from jaxllm.config import CacheSize, EngineConfig, ModelConfig
-from jaxllm.memory import MemoryBudget, round_blocks, show_bytes
+from jaxllm.memory import GIB, MemoryBudget, round_blocks, show_bytes
 from jaxllm.models.attention import LayerCache
 from jaxllm.parallel.sharding import KV_CACHE_AXES, named_sharding
+from jaxllm.runner.host_memory import chunk_blocks
 
 CPU_CACHE_BYTES = 2 << 30
 """Default ceiling on a CPU, where the cache competes with everything else for memory."""
@@ -54,7 +55,7 @@ class CachePlan:
         blocks = room.blocks
         if self.config.num_gpu_blocks_override is None:
             blocks = min(blocks, max_num_seqs * (needed - 1) + 1)
-        size = CacheSize(blocks, self.block_size)
+        size = CacheSize(blocks, self.block_size, self.host_chunks, chunk_blocks(self.block_size))
         if blocks < needed:
             shorter = f"lower max_model_len to at most {size.num_tokens}, or " if size.num_tokens > 1 else ""
             subject = f"max_model_len={max_model_len} needs"
@@ -85,6 +86,27 @@ class CachePlan:
     def block_bytes(self) -> int:
         """Bytes of a block on one device, over all layers."""
         return self.model.kv_bytes_per_token(self.itemsize) * self.block_size // self.config.tensor_parallel_size
+
+    @property
+    def chunk_bytes(self) -> int:
+        """Bytes of a chunk of host memory on one device."""
+        return self.block_bytes * chunk_blocks(self.block_size)
+
+    @property
+    def host_chunks(self) -> int:
+        """Chunks of host memory that swap_space holds.
+
+        Raises:
+            ValueError: none, although preemption_mode needs one.
+        """
+        space, mode = self.config.swap_space or 0, self.config.preemption_mode
+        chunks = int(space * GIB) // self.chunk_bytes
+        if mode == "swap" and not chunks:
+            raise ValueError(
+                f"preemption_mode='swap' needs host memory, and swap_space={space} GiB holds no {show_bytes(self.chunk_bytes)} "
+                "of K/V, which is the least that is copied: raise swap_space, or use preemption_mode='auto'"
+            )
+        return chunks
 
     def _room(self, needed: int) -> _Room:
         room = self._affordable(needed)
@@ -127,7 +149,8 @@ class _Room(NamedTuple):
 
 
 def _account(budget: MemoryBudget) -> str:
-    taken = {"weights": budget.weights, "temporaries": budget.reserved_temp, "state of requests": budget.state}
+    temporaries = budget.reserved_temp + budget.staged
+    taken = {"weights": budget.weights, "temporaries": temporaries, "state of requests": budget.state}
     listed = ", ".join(f"{show_bytes(size)} of {name}" for name, size in taken.items())
     return f"the engine may take {show_bytes(budget.limit)}, and has {listed}"
 

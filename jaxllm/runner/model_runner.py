@@ -9,7 +9,8 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import logging
-from collections.abc import Callable, Mapping
+import time
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
@@ -22,28 +23,32 @@ from jax.sharding import Mesh
 
 from jaxllm.config import CacheSize, EngineConfig, ModelConfig
 from jaxllm.kernels.backend import Backend
-from jaxllm.memory import DeviceMemory, MemoryBudget
+from jaxllm.memory import DeviceMemory, MemoryBudget, SwapCosts
 from jaxllm.models.layers import Setting
 from jaxllm.models.parameters import define_model
 from jaxllm.parallel.all_reduce import with_all_reduce
 from jaxllm.parallel.sharding import replicated
+from jaxllm.runner.annotations import annotate, annotate_launch
 from jaxllm.runner.buckets import Bucket, make_ladder
 from jaxllm.runner.compile_counter import num_compilations
 from jaxllm.runner.device_memory import check_room, memory_limit, remember, report, shard_bytes, temp_bytes
 from jaxllm.runner.device_state import state_specs
+from jaxllm.runner.distributions import DistributionShape, PendingDistributions, may_be_wanted
 from jaxllm.runner.executable_store import ExecutableStore, enable_compilation_cache, may_store
 from jaxllm.runner.executables import Executables, Signature
+from jaxllm.runner.host_memory import HostMemory, staged_chunks
 from jaxllm.runner.kv_cache import CachePlan, allocate, cache_specs
 from jaxllm.runner.logits_processors import load_processors
-from jaxllm.runner.logprob_seats import LogprobSeats
+from jaxllm.runner.logprob_seats import AnswerPlace, LogprobSeats, PromptPart
 from jaxllm.runner.preparation import Preparation
-from jaxllm.runner.prompt_scoring import PendingScores, ScoringShape, launch_scoring, score_tokens
+from jaxllm.runner.prompt_scoring import PendingScores, ScoringShape, launch_scoring
 from jaxllm.runner.sampler import sample
 from jaxllm.runner.step import StepResult, run_steps
 from jaxllm.runner.step_counts import StepCounts
 from jaxllm.runner.step_input import StepLayout, most_admitted_blocks
 from jaxllm.runner.token_details import unpack_details
-from jaxllm.scheduling.plan import PromptDetails, StepOutput, StepPlan
+from jaxllm.sampling_params import is_wide
+from jaxllm.scheduling.plan import StepOutput, StepPlan
 
 logger = logging.getLogger(__name__)
 
@@ -55,6 +60,8 @@ GRAPH_OPTIONS = {"gpu": {"xla_gpu_enable_command_buffer": GRAPHS}}
 GPU_STEPS = 4
 """Most steps of a call on a GPU, by default: a host that is four times too slow still keeps up. Not with NCCL, whose
 sums cannot be captured in a loop: a loop that is no graph waits for the host after every step."""
+TIMED_TOKENS = 1024
+"""About so many are computed to find out how long a token takes."""
 PROBED_LAYERS = 8
 """Layers use each other's temporaries: those of a few are those of all."""
 
@@ -70,7 +77,7 @@ class PendingStep:
     details: jax.Array | None = None
     wanted: Mapping[int, int] = field(default_factory=dict)
     """Rows whose details are wanted, and of how many of the most likely tokens."""
-    scores: PendingScores | None = None
+    scores: Sequence[PendingScores | PendingDistributions] = ()
 
     @property
     def is_ready(self) -> bool:
@@ -87,8 +94,8 @@ class PendingStep:
             packed = np.asarray(self.details)[: self.num_steps]
             for row, count in self.wanted.items():
                 output.details[row] = unpack_details(packed[:, row], logprobs[row], count)
-        if self.scores is not None:
-            output.prompts.extend(PromptDetails(part.row, part.position, found) for part, found in self.scores.result())
+        for scores in self.scores:
+            scores.add_to(output)
         return output
 
 
@@ -113,6 +120,9 @@ class ModelRunner:
         self.layouts = {bucket: self._layout(bucket) for bucket in self.ladder.all}
         _, cache, state, _ = self._arguments(self.ladder.all[0], self.size)
         self.preparation = Preparation(cache, state, self.executables.store)
+        self.host = HostMemory(cache, self.size, self._staged_chunks, self.executables.store)
+        self.swap_costs: SwapCosts | None = None
+        """None until the start, where there is no host memory, and where programs are compiled when they are met."""
         self.scoring = self._executables(self._lower_scoring, self._scoring_signature)
         self.logprob_seats = LogprobSeats()
         self.compiled_at_ready = 0
@@ -139,6 +149,7 @@ class ModelRunner:
                 self.scoring.cancel()
                 raise
         jax.block_until_ready((self.params, self.cache, self.state))
+        self._measure_swapping()
         self.compiled_at_ready = num_compilations()
 
     @property
@@ -152,23 +163,39 @@ class ModelRunner:
         if admits:
             self.logprob_seats.note(plan)
         prompts = self.logprob_seats.wanted_prompts(plan)
-        bucket = self.ladder.select(num_tokens, len(plan.rows), admits or bool(prompts))
+        places = self.logprob_seats.wanted_places(plan)
+        bucket = self.ladder.select(num_tokens, len(plan.rows), admits or bool(prompts or places))
         step = self.executables.get(bucket)
-        packed = self.layouts[bucket].pack(plan)
-        if admits:
-            self.cache, self.state = self.preparation.run(plan, self.cache, self.state)
-        self.cache, self.state, result = step(self.params, self.cache, self.state, packed)
-        result.sampled.copy_to_host_async()
+        with annotate("pack"):
+            packed = self.layouts[bucket].pack(plan)
+        with annotate_launch(plan, bucket.name):
+            if plan.swap_out or plan.swap_in:
+                self.cache = self.host.run(plan, self.cache)
+            if admits:
+                self.cache, self.state = self.preparation.run(plan, self.cache, self.state)
+            self.cache, self.state, result = step(self.params, self.cache, self.state, packed)
+            result.sampled.copy_to_host_async()
         wanted = self.logprob_seats.wanted_answers(plan)
         if wanted:
             result.details.copy_to_host_async()
-        scores = None
-        if prompts:
-            score = partial(self.scoring.get(ScoringShape(bucket.tokens)), self.params)
-            scores = launch_scoring(score, result.hidden, prompts)
+        scores = self._score(result.hidden, prompts, places) if prompts or places else ()
         self.counts.add(num_steps, sum(row.num_tokens * row.num_steps for row in plan.rows), bucket.tokens * num_steps)
         details = result.details if wanted else None
         return PendingStep(result.sampled, len(plan.rows), num_steps, details, wanted, scores)
+
+    def _score(
+        self, hidden: jax.Array, prompts: Sequence[PromptPart], places: Sequence[AnswerPlace]
+    ) -> list[PendingScores | PendingDistributions]:
+        """Starts what is made of a step's hidden states."""
+        scores: list[PendingScores | PendingDistributions] = []
+        narrow, wide = ([part for part in prompts if is_wide(part.num_top) == one] for one in (False, True))
+        if narrow:
+            score = partial(self.scoring.get(ScoringShape(len(hidden))), self.params)
+            scores.append(launch_scoring(score, hidden, narrow))
+        if wide or places:
+            compute = partial(self.scoring.get(DistributionShape(len(hidden))), self.params, hidden)
+            scores.append(PendingDistributions(compute, wide, places))
+        return scores
 
     def memory_report(self) -> tuple[DeviceMemory, ...]:
         """What the engine holds on every device."""
@@ -180,10 +207,12 @@ class ModelRunner:
         for array in jax.tree.leaves((self.params, self.cache, self.state)):
             if not array.is_deleted():
                 array.delete()
+        self.host.close()
         self.executables.compiled.clear()
         self.scoring.compiled.clear()
 
     def _allocate(self, specs: Any, compiling: Future[None]) -> Any:
+        self.host.allocate()
         if self.platform != "cpu":
             compiling.result()  # until then autotuning needs the memory
         return allocate(specs)
@@ -191,8 +220,27 @@ class ModelRunner:
     def _compile_all(self, progress: bool) -> None:
         if not self.config.enforce_eager:
             self.executables.compile_all(self.ladder.all, progress)
-            self.scoring.compile_all([ScoringShape(bucket.tokens) for bucket in self.ladder.mixed], progress=False)
+            wide = may_be_wanted(self.config.max_logprobs, self.model.vocab_size)
+            kinds = (ScoringShape, DistributionShape) if wide else (ScoringShape,)
+            shapes = [kind(bucket.tokens) for kind in kinds for bucket in self.ladder.mixed]
+            self.scoring.compile_all(shapes, progress=False)
             self.preparation.compile()
+            self.host.compile()
+
+    def _measure_swapping(self) -> None:
+        """Times copies of K/V to the host and back, and what computing them again takes: a step without rows."""
+        if not self.size.host_chunks or self.config.enforce_eager:
+            return
+        self.cache, out_seconds, in_seconds = self.host.measure(self.cache)
+        bucket = min(self.ladder.mixed, key=lambda bucket: abs(bucket.tokens - TIMED_TOKENS))
+        step, packed = self.executables.get(bucket), self.layouts[bucket].pack(StepPlan())
+        start = 0.0
+        for _ in range(2):  # the first time is slow
+            start = time.perf_counter()
+            self.cache, self.state, _ = jax.block_until_ready(step(self.params, self.cache, self.state, packed))
+        token_seconds = (time.perf_counter() - start) / bucket.tokens
+        self.swap_costs = SwapCosts(self.host.chunk_bytes, out_seconds, in_seconds, token_seconds)
+        logger.info("K/V of %d tokens: %s", self.size.chunk_tokens, self.swap_costs)
 
     def _define(self, config: EngineConfig, model: ModelConfig) -> None:
         """Sets what follows from the configuration and the model alone."""
@@ -235,7 +283,15 @@ class ModelRunner:
         weights, _, state = self._held_bytes(probed)
         facts = (self.model, probed, self.dtype, self.ladder, self.config.attention_backend, "temporaries")
         file = ExecutableStore(self._devices, facts).folder / "temp" if self.config.compilation_cache else None
-        return MemoryBudget(limit, weights, state, remember(file, partial(self._measure_temp, probed)))
+        temp = remember(file, partial(self._measure_temp, probed))
+        chunk_bytes = CachePlan(self.config, self.model, self.dtype.itemsize, None).chunk_bytes
+        return MemoryBudget(limit, weights, state, temp, self._staged_chunks * chunk_bytes)
+
+    @property
+    def _staged_chunks(self) -> int:
+        """Chunks of host memory that may be on the devices at once."""
+        plan = CachePlan(self.config, self.model, self.dtype.itemsize, None)
+        return staged_chunks(memory_limit(self._devices), plan.chunk_bytes) if plan.host_chunks else 0
 
     def _measure_temp(self, size: CacheSize) -> int:
         """Bytes of temporaries of the largest step, found by compiling it for a model of few layers."""
@@ -258,7 +314,8 @@ class ModelRunner:
         store = None
         # What a processor does cannot be told from its name.
         if config.compilation_cache and not (config.enforce_eager or self.processors) and may_store(self.platform):
-            shape = (self.size, self.dtype, self.ladder, self.max_blocks, self.max_steps)
+            size = dataclasses.replace(self.size, host_chunks=0)  # no program depends on it
+            shape = (size, self.dtype, self.ladder, self.max_blocks, self.max_steps)
             facts = (self.model, *shape, config.attention_backend, config.disable_custom_all_reduce)
             store = ExecutableStore(self._devices, facts)
         options = (EAGER_OPTIONS if config.enforce_eager else GRAPH_OPTIONS).get(self.platform, {})
@@ -301,28 +358,30 @@ class ModelRunner:
         def step(leaves, cache, state, packed):
             max_steps = 1 if bucket.admits else self.max_steps
             model = self.definition.merge(leaves)
-            return run_steps(model, cache, state, layout.unpack(packed), sampler, max_steps)
+            with jax.named_scope("prepare"):
+                given = layout.unpack(packed)
+            return run_steps(model, cache, state, given, sampler, max_steps)
 
         step.__name__ = bucket.name.replace("-", "_")
         shardings = jax.tree.map(lambda spec: spec.sharding, (*arguments[1:3], arguments[3]))
         with self._precise():
             return jax.jit(step, donate_argnums=(1, 2), out_shardings=shardings).lower(*arguments)
 
-    def _scoring_signature(self, shape: ScoringShape) -> Signature:
+    def _scoring_signature(self, shape: ScoringShape | DistributionShape) -> Signature:
         everywhere = replicated(self.mesh)
         hidden = jax.ShapeDtypeStruct((shape.tokens, self.model.hidden_size), self.dtype, sharding=everywhere)
-        targets = jax.ShapeDtypeStruct((shape.tokens,), jnp.int32, sharding=everywhere)
-        return (tuple(self.definition.specs.values()), hidden, targets), targets
+        indices = jax.ShapeDtypeStruct((shape.num_indices,), jnp.int32, sharding=everywhere)
+        return (tuple(self.definition.specs.values()), hidden, indices), indices  # only the structure matters
 
-    def _lower_scoring(self, shape: ScoringShape) -> jax.stages.Lowered:
-        arguments, targets = self._scoring_signature(shape)
+    def _lower_scoring(self, shape: ScoringShape | DistributionShape) -> jax.stages.Lowered:
+        arguments, indices = self._scoring_signature(shape)
 
-        def score(leaves, hidden, targets):
-            return score_tokens(self.definition.merge(leaves), hidden, targets)
+        def score(leaves, hidden, indices):
+            return shape.compute(self.definition.merge(leaves), hidden, indices)
 
         score.__name__ = shape.name.replace("-", "_")
         with self._precise():
-            return jax.jit(score, out_shardings=targets.sharding).lower(*arguments)
+            return jax.jit(score, out_shardings=indices.sharding).lower(*arguments)
 
     def _precise(self) -> contextlib.AbstractContextManager[Any]:
         is_float32 = self.dtype == jnp.float32

@@ -30,6 +30,7 @@ from jaxllm.runner.device_state import (
     Tables,
 )
 from jaxllm.runner.executable_store import ExecutableStore
+from jaxllm.runner.small_programs import get_program
 from jaxllm.sampling_params import MAX_BAD_WORD_TOKENS, MAX_BAD_WORDS, MAX_LOGIT_BIASES
 from jaxllm.scheduling.plan import BlockCopy, StepPlan
 
@@ -83,18 +84,10 @@ class Preparation:
 
     def _make(self, function: Callable[..., Any], donated: Any, *others: Any) -> jax.stages.Compiled:
         """From disk or compiled: one argument that is updated in place, and others like these."""
-        sharding = jax.tree.map(lambda spec: spec.sharding, donated)
-        everywhere = replicated(jax.tree.leaves(sharding)[0].mesh)
+        everywhere = replicated(jax.tree.leaves(donated)[0].sharding.mesh)
         specs = jax.tree.map(lambda one: jax.ShapeDtypeStruct(one.shape, one.dtype, sharding=everywhere), others)
-        arguments = (donated, *specs)
         name = f"{function.__name__}-{type(donated).__name__}"
-        stored = self._store.load(name, arguments, donated) if self._store else None
-        if stored is not None:
-            return stored
-        compiled = jax.jit(function, donate_argnums=0, out_shardings=sharding).lower(*arguments).compile()
-        if self._store:
-            self._store.save(name, compiled)
-        return compiled
+        return get_program(self._store, name, function, (donated, *specs), donated)
 
 
 def copy_blocks(cache: Cache, blocks: Int[Array, "2 copies"]) -> Cache:

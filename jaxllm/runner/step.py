@@ -58,7 +58,8 @@ def run_steps(
     Returns:
         The cache and the state, both updated, and what is for the host.
     """
-    state = apply_changes(state, step)
+    with jax.named_scope("prepare"):
+        state = apply_changes(state, step)
     if max_steps == 1:
         cache, state, result = run_step(model, cache, state, step, sampler)
         return cache, state, StepResult(result.sampled[None], result.details[None], result.hidden)
@@ -87,8 +88,9 @@ def run_step(
         tokens = lay_out_tokens(state, step)
         placement = place_tokens(model, state, step, tokens, cache[0].keys.shape)
     hidden, cache = model(tokens.ids, tokens.position, cache, placement)
-    last = jnp.maximum(step.query_start[1:] - 1, 0)
-    logits = model.logits(hidden[last])
+    with jax.named_scope("head"):
+        last = hidden[jnp.maximum(step.query_start[1:] - 1, 0)]
+    logits = model.logits(last)
     with jax.named_scope("sample"):
         sampling = SamplingState(*(field[step.seats] for field in state.sampling))
         rows = Rows(sampling, step.seats, step.context_lens)
@@ -101,8 +103,8 @@ def run_step(
         )
         sampled = choose(logits, rows, state.history, state.tables)
         state = remember(state, step, sampled)
-    bits = jax.lax.bitcast_convert_type(sampled.logprobs, jnp.int32)
-    result = StepResult(jnp.stack([sampled.token_ids, bits]), sampled.details.pack(), hidden)
+        bits = jax.lax.bitcast_convert_type(sampled.logprobs, jnp.int32)
+        result = StepResult(jnp.stack([sampled.token_ids, bits]), sampled.details.pack(), hidden)
     return cache, state, result
 
 
@@ -147,13 +149,14 @@ def place_tokens(
 
     Padding tokens have no slot: if they shared one, a GPU would write them one after the other, for 100 ms.
     """
-    num_blocks, block_size = cache_shape[:2]
+    (num_blocks, block_size), config = cache_shape[:2], model.config
     block = state.block_table[tokens.seat, tokens.position // block_size]
+    decodes = step.admitted_seats.shape[0] == 0
     work = prepare_attention(
         state.block_table[step.seats],
         step.context_lens,
         step.query_start,
-        sizes=Sizes(tokens.ids.shape[0], block_size, model.config.group_size, model.config.head_dim),
+        sizes=Sizes(tokens.ids.shape[0], block_size, config.group_size, config.head_dim, single_queries=decodes),
         backend=model.setting.backend,
     )
     return Placement(

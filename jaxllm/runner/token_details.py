@@ -16,7 +16,7 @@ from jaxtyping import Array, Float, Int
 from jaxllm.kernels.backend import Backend
 from jaxllm.kernels.sampling import Summary, top_tokens
 from jaxllm.outputs import TokenDetails
-from jaxllm.sampling_params import MAX_LOGPROBS
+from jaxllm.sampling_params import PACKED_LOGPROBS
 
 
 class Details(NamedTuple):
@@ -34,12 +34,12 @@ class Details(NamedTuple):
         return jnp.concatenate([self.ranks[:, None], self.token_ids, bits], axis=1)
 
 
-PACKED_WIDTH = 2 * MAX_LOGPROBS + 1
+PACKED_WIDTH = 2 * PACKED_LOGPROBS + 1
 
 
 def no_details(num_rows: int) -> Details:
     """What takes the place of details that nobody asks for."""
-    top = jnp.zeros((num_rows, MAX_LOGPROBS), jnp.int32)
+    top = jnp.zeros((num_rows, PACKED_LOGPROBS), jnp.int32)
     return Details(top[:, 0], top, top.astype(jnp.float32))
 
 
@@ -56,8 +56,8 @@ def describe_tokens(
     """
     chosen = jnp.take_along_axis(logits, token_ids[:, None], axis=-1)
     ranks = jnp.sum(logits >= chosen, axis=-1, dtype=jnp.int32)
-    values, top = top_tokens(logits, summary, min(MAX_LOGPROBS, logits.shape[1]), backend=backend)
-    missing = ((0, 0), (0, MAX_LOGPROBS - top.shape[1]))
+    values, top = top_tokens(logits, summary, min(PACKED_LOGPROBS, logits.shape[1]), backend=backend)
+    missing = ((0, 0), (0, PACKED_LOGPROBS - top.shape[1]))
     logprobs = values - summary.log_total[:, None]
     return Details(ranks, jnp.pad(top, missing), jnp.pad(logprobs, missing, constant_values=-jnp.inf))
 
@@ -71,6 +71,6 @@ def unpack_details(packed: np.ndarray, logprobs: Sequence[float], count: int) ->
         count: how many of the most likely tokens are wanted.
     """
     ranks, token_ids = packed[:, 0].tolist(), packed[:, 1 : 1 + count].tolist()
-    start = 1 + MAX_LOGPROBS
+    start = 1 + PACKED_LOGPROBS
     values = np.ascontiguousarray(packed[:, start : start + count]).view(np.float32).tolist()
     return [TokenDetails(*parts) for parts in zip(logprobs, ranks, token_ids, values, strict=True)]

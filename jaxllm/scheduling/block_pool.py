@@ -96,9 +96,20 @@ class BlockPool:
         return len(self._blocks) - 1
 
     @property
+    def num_blank(self) -> int:
+        """Free blocks without contents that can be found: they are handed out first."""
+        return len(self._blank)
+
+    @property
     def num_cached(self) -> int:
         """Free blocks whose contents can still be found."""
         return len(self._cached)
+
+    def evictable(self) -> Iterator[tuple[int, bytes]]:
+        """Free blocks whose contents can be found, with their hashes, in the order in which they would be forgotten."""
+        for block in self._cached:
+            assert block.hash is not None, f"block {block.id} has no hash"
+            yield block.id, block.hash
 
     def ref_count(self, block_id: int) -> int:
         """How many holders a block has."""

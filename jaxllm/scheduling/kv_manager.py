@@ -4,12 +4,14 @@ Invariants: block i of a request's table holds its tokens [i * block_size, (i + 
 table is gone as soon as its request is freed. Only full blocks have several holders, so nobody writes to
 a block that another request reads: a fork gets a copy of the block that its parent has begun, before it
 writes. A block can be found by its contents only if the host knows all of its tokens and launched steps,
-or the one being planned, write them: within a step K/V are written before attention reads.
+or the one being planned, write them: within a step K/V are written before attention reads. A request is swapped
+out exactly as long as the host tier says so, and has no table then.
 """
 
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -17,8 +19,10 @@ from jaxllm.config import CacheSize
 from jaxllm.request import Request
 from jaxllm.scheduling.block_hash import hash_blocks
 from jaxllm.scheduling.block_pool import BlockPool
+from jaxllm.scheduling.host_tier import HostTier, Swapped
 from jaxllm.scheduling.kv_stats import KVStats, PrefixCacheStats
-from jaxllm.scheduling.plan import BlockCopy
+from jaxllm.scheduling.plan import BlockCopy, SwapIn, SwapOut
+from jaxllm.scheduling.swap_rule import SwapRule
 
 
 class NewBlocks(NamedTuple):
@@ -32,15 +36,25 @@ class NewBlocks(NamedTuple):
 NO_NEW_BLOCKS = NewBlocks(0, ())
 
 
+class Moves(NamedTuple):
+    """Copies of blocks that a plan needs before its step writes anything; its fields are `StepPlan`'s."""
+
+    copies: tuple[BlockCopy, ...]
+    swap_out: tuple[SwapOut, ...]
+    swap_in: tuple[SwapIn, ...]
+
+
 class Shared(NamedTuple):
     """K/V that a request need not compute."""
 
-    block_ids: list[int]
-    """Full blocks, held by others or free."""
+    block_ids: Sequence[int | None]
+    """Full blocks of the device, held by others or free; None where host memory has the contents."""
     num_tokens: int
-    """Tokens in them and in `begun`."""
+    """Tokens in all of them and in `begun`."""
     begun: int | None = None
     """A further block of which a copy is needed; its owner goes on writing to it."""
+    host_ids: tuple[int, ...] = ()
+    """One for each None. The last one may hold a block that is not full."""
 
 
 @dataclass(slots=True)
@@ -56,13 +70,16 @@ class BlockTable:
 class KVManager:
     """Block tables of the requests that hold K/V, over one pool of device blocks."""
 
-    def __init__(self, cache_size: CacheSize, enable_prefix_caching: bool = True) -> None:
+    def __init__(
+        self, cache_size: CacheSize, enable_prefix_caching: bool = True, swap_rule: SwapRule | None = None
+    ) -> None:
         self.block_size = cache_size.block_size
         self.pool = BlockPool(cache_size.num_blocks)
+        self.host = HostTier(self.pool, cache_size, swap_rule or SwapRule())
         self._enable_prefix_caching = enable_prefix_caching
         self._tables: dict[str, BlockTable] = {}
         self._copies: list[BlockCopy] = []
-        self._queries = self._hits = 0
+        self._queries = self._hits = self._host_hits = 0
 
     @property
     def num_blocks(self) -> int:
@@ -90,8 +107,8 @@ class KVManager:
     def admit(self, request: Request, reserve: int = 0) -> NewBlocks | None:
         """Give a request without blocks a table for all of its tokens; None and nothing changed if they do not fit.
 
-        What is in the cache is shared and counts as computed from now on: `num_computed` is set. At least
-        the last token is left to compute, as something has to be sampled from.
+        What is in the cache is shared, and what is in host memory is brought back; both count as computed from now
+        on: `num_computed` is set. At least the last token is left to compute, as something has to be sampled from.
 
         Args:
             reserve: blocks that have to stay free.
@@ -100,18 +117,21 @@ class KVManager:
         if self.pool.num_free <= reserve:  # saves the look-up, step after step, while there is no room
             return None
         shared = self._find_shared(request)
-        num_new = num_blocks - len(shared.block_ids)
-        num_revived = sum(self.pool.ref_count(block_id) == 0 for block_id in shared.block_ids)
+        held = [block_id for block_id in shared.block_ids if block_id is not None]
+        num_new = num_blocks - len(held)
+        num_revived = sum(self.pool.ref_count(block_id) == 0 for block_id in held)
         if num_new + num_revived + reserve > self.pool.num_free:
             return None
-        self.pool.share(shared.block_ids)
-        ids = shared.block_ids + self.pool.allocate(num_new)
+        self.pool.share(held)
+        self.host.read(shared.host_ids)
+        new = iter(self._allocate(num_new))
+        ids = [next(new) if block_id is None else block_id for block_id in shared.block_ids]
+        ids += new
         if shared.begun is not None:
             self._copies.append(BlockCopy(shared.begun, ids[len(shared.block_ids)]))
-        self._tables[request.request_id] = BlockTable(request, ids, len(shared.block_ids))
+        self._tables[request.request_id] = BlockTable(request, ids, shared.num_tokens // self.block_size)
         request.num_computed = shared.num_tokens
-        self._hits += shared.num_tokens
-        self._queries += request.num_tokens
+        self._bring_back(request, shared, ids)
         return NewBlocks(0, tuple(ids))
 
     def grow(self, request: Request, end: int) -> NewBlocks | None:
@@ -127,11 +147,23 @@ class KVManager:
         if num_new > 0:
             if num_new > self.pool.num_free:
                 return None
-            new = NewBlocks(len(table.ids), tuple(self.pool.allocate(num_new)))
+            new = NewBlocks(len(table.ids), tuple(self._allocate(num_new)))
             table.ids += new.ids
         request.num_slots = num_blocks * self.block_size
         self._register(table, end)
         return new
+
+    def swap_out(self, request: Request) -> bool:
+        """Keep the K/V of a running request in host memory, if that pays and there is room; its blocks are freed next.
+
+        Steps that were launched may still write to them; the copies are made after those. Blocks that others hold,
+        too, are copied like the rest. The next `admit` of the request brings its K/V back.
+        """
+        return self.host.swap_out(request, self._tables[request.request_id].ids)
+
+    def forget_swapped(self, request: Request) -> None:
+        """A request that may be swapped out ended."""
+        self.host.forget(request)
 
     def free(self, request: Request) -> None:
         """Give all of a request's blocks back; full ones stay findable until memory is needed.
@@ -146,16 +178,20 @@ class KVManager:
             self.pool.release(table.ids)
         request.num_slots = 0
 
-    def take_copies(self) -> tuple[BlockCopy, ...]:
-        """Copies that the plan being built needs before its first write; each is named once."""
+    def take_moves(self) -> Moves:
+        """Copies that the plan being built needs before its first write; each is named once.
+
+        Only a plan that is launched may take them: others leave them to the next one.
+        """
         copies, self._copies = tuple(self._copies), []
-        return copies
+        return Moves(copies, *self.host.take_moves())
 
     def reset_prefix_cache(self) -> bool:
-        """Forget all contents; False and nothing changed while requests hold blocks."""
-        if self._tables:
+        """Forget all contents; False and nothing changed while requests hold blocks, here or in host memory."""
+        if self._tables or self.host.num_swapped:
             return False
         self.pool.forget_contents()
+        self.host.forget_contents()
         return True
 
     def block_ids(self, request: Request) -> tuple[int, ...]:
@@ -179,12 +215,14 @@ class KVManager:
             used_blocks=self.num_used_blocks,
             shared_blocks=self.pool.num_shared,
             used_tokens=num_tokens - num_duplicates * self.block_size,  # only full blocks are shared
-            prefix_cache=PrefixCacheStats(self._queries, self._hits),
+            prefix_cache=PrefixCacheStats(self._queries, self._hits, self._host_hits),
+            host=self.host.stats(),
         )
 
     def check_invariants(self) -> None:
         """Walk pool and tables (for tests): the tables account for every reference, none is stale."""
         self.pool.check_invariants()
+        self.host.check_invariants()
         holders = Counter(block_id for table in self._tables.values() for block_id in table.ids)
         assert len(holders) == self.num_used_blocks, "a block is held that is in no table"
         for block_id, count in holders.items():
@@ -196,7 +234,27 @@ class KVManager:
             begun = [block_id for block_id in table.ids[num_full:] if holders[block_id] > 1]
             assert not begun, f"request {request_id} shares blocks that are not full: {begun}"
 
+    def _allocate(self, num_blocks: int) -> list[int]:
+        self.host.keep_evicted(num_blocks)
+        return self.pool.allocate(num_blocks)
+
+    def _bring_back(self, request: Request, shared: Shared, ids: list[int]) -> None:
+        """Plan the copies of what host memory has of an admitted request, and count what was found."""
+        places = [index for index, block_id in enumerate(shared.block_ids) if block_id is None]
+        for index, host_id in zip(places, shared.host_ids, strict=True):
+            self.host.bring(host_id, ids[index])
+            if self._enable_prefix_caching and (index + 1) * self.block_size <= shared.num_tokens:
+                self.pool.register(ids[index], request.block_hashes[index])
+        if self.host.swapped(request):
+            self.host.forget(request)
+        else:
+            self._queries += request.num_tokens
+            self._hits += shared.num_tokens
+            self._host_hits += len(places) * self.block_size
+
     def _find_shared(self, request: Request) -> Shared:
+        if (swapped := self.host.swapped(request)) is not None:
+            return self._find_swapped(request, swapped)
         parent = request.parent
         # Of a parent that was preempted, parts may be computed only now, too late to be copied in this step.
         if parent is not None and parent.seat is not None and parent.num_preemptions + request.num_preemptions == 0:
@@ -205,13 +263,26 @@ class KVManager:
         if not self._enable_prefix_caching or request.prompt_details is not None:
             return Shared([], 0)
         num_most = (request.num_tokens - 1) // self.block_size
-        block_ids: list[int] = []
+        block_ids: list[int | None] = []
+        host_ids: list[int] = []
         for block_hash in hash_blocks(request, num_most, self.block_size)[:num_most]:
             block_id = self.pool.find(block_hash)
             if block_id is None:
-                break
+                host_id = self.host.find(block_hash)
+                if host_id is None:
+                    break
+                host_ids.append(host_id)
             block_ids.append(block_id)
-        return Shared(block_ids, len(block_ids) * self.block_size)
+        return Shared(block_ids, len(block_ids) * self.block_size, host_ids=tuple(host_ids))
+
+    def _find_swapped(self, request: Request, swapped: Swapped) -> Shared:
+        """All that a swapped request had; what the device still has is not brought from the host."""
+        num_full = swapped.num_tokens // self.block_size if self._enable_prefix_caching else 0
+        hashes = hash_blocks(request, num_full, self.block_size)[:num_full]
+        block_ids = [self.pool.find(block_hash) for block_hash in hashes]
+        block_ids += [None] * (len(swapped.block_ids) - num_full)
+        missing = (host for host, found in zip(swapped.block_ids, block_ids, strict=True) if found is None)
+        return Shared(block_ids, swapped.num_tokens, host_ids=tuple(missing))
 
     def _fork(self, parent: Request, child: Request) -> Shared:
         """All of the prompt but its last token; earlier steps computed it for the parent."""

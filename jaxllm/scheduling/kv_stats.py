@@ -13,11 +13,31 @@ class PrefixCacheStats:
     """Tokens that were looked up: all of a request, each time it is admitted."""
     hits: int = 0
     """Tokens among them whose K/V were there."""
+    host_hits: int = 0
+    """Those of them that came from host memory."""
 
     @property
     def hit_rate(self) -> float:
         """From 0 to 1."""
         return self.hits / max(self.queries, 1)
+
+
+@dataclass(frozen=True)
+class HostStats:
+    """Blocks in host memory."""
+
+    total_blocks: int = 0
+    used_blocks: int = 0
+    """Those that swapped requests hold."""
+    cached_blocks: int = 0
+    """Blocks whose contents can be found, by requests that need the same; some of them are used."""
+    num_swapped: int = 0
+    """Requests that are swapped out."""
+
+    @property
+    def usage(self) -> float:
+        """Share of the blocks that swapped requests hold, from 0 to 1."""
+        return self.used_blocks / max(self.total_blocks, 1)
 
 
 @dataclass(frozen=True)
@@ -37,3 +57,4 @@ class KVStats:
     used_tokens: int
     """Tokens in used blocks, each once."""
     prefix_cache: PrefixCacheStats
+    host: HostStats

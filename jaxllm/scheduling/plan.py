@@ -19,6 +19,23 @@ class BlockCopy(NamedTuple):
     destination: int
 
 
+class SwapOut(NamedTuple):
+    """Blocks whose contents, as earlier steps left them, become a chunk of host memory."""
+
+    chunk: int
+    block_ids: tuple[int, ...]
+    """Not more than a chunk has rows: the first block becomes row 0."""
+
+
+class SwapIn(NamedTuple):
+    """Rows of a chunk of host memory whose contents are needed in blocks."""
+
+    chunk: int
+    rows: tuple[int, ...]
+    block_ids: tuple[int, ...]
+    """One for each row."""
+
+
 @dataclass(slots=True)
 class PlanRow:
     """One request's part of a step: compute tokens [start, start + num_tokens) of it.
@@ -57,6 +74,10 @@ class StepPlan:
     rows: tuple[PlanRow, ...] = ()
     copies: tuple[BlockCopy, ...] = ()
     """To be made before the step writes anything; no destination is a source."""
+    swap_out: tuple[SwapOut, ...] = ()
+    """To be made, in this order, before anything else of this plan."""
+    swap_in: tuple[SwapIn, ...] = ()
+    """To be made after those, and before `copies`."""
 
     @property
     def num_tokens(self) -> int:

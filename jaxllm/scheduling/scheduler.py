@@ -14,9 +14,9 @@ sound:
   runs steps in order, and the new owner writes before it reads.
 
 Invariant: a request is running exactly when it has a seat and waiting exactly when the admission
-order holds it; only running requests hold blocks; running requests are kept in admission order. A
-request has blocks for all of its tokens from its admission on, so it needs others only for its answer;
-one that was preempted keeps them at least until it sampled again.
+order holds it (a swapped one waits, too); only running requests hold blocks of the device; running
+requests are kept in admission order. A request has blocks for all of its tokens from its admission on,
+so it needs others only for its answer; one that was preempted keeps them at least until it sampled again.
 """
 
 from __future__ import annotations
@@ -25,16 +25,21 @@ import heapq
 import sys
 import time
 from collections import deque
+from collections.abc import Collection
 from dataclasses import dataclass
 
 from jaxllm.config import CacheSize
 from jaxllm.outputs import TokenOutput
 from jaxllm.request import FinishReason, Request, RequestStatus
+from jaxllm.scheduling.displacement import Displacement
 from jaxllm.scheduling.forks import Forks
 from jaxllm.scheduling.kv_manager import NO_NEW_BLOCKS, KVManager, NewBlocks
+from jaxllm.scheduling.long_prompts import LongPrompts
 from jaxllm.scheduling.plan import PlanRow, StepOutput, StepPlan
-from jaxllm.scheduling.policy import FCFS, AdmissionOrder
+from jaxllm.scheduling.policy import FCFS, AdmissionOrder, Load
+from jaxllm.scheduling.swap_rule import SwapRule
 from jaxllm.scheduling.thrash import ThrashCounter
+from jaxllm.scheduling.victims import LastJoined, VictimChoice
 
 WATERMARK = 0.01
 """Share of the blocks that an admission leaves free for those that run."""
@@ -49,6 +54,8 @@ class StepLimits:
     tokens: int
     admitted_blocks: int = sys.maxsize
     """Blocks of requests that take their seats in the step; not less than those of the longest request."""
+    long_prompt_tokens: int = 0
+    """Tokens of prompts that have more than this to go; 0 is no limit. See `LongPrompts`."""
 
 
 class Scheduler:
@@ -60,8 +67,10 @@ class Scheduler:
         cache_size: CacheSize,
         enable_prefix_caching: bool = True,
         waiting: AdmissionOrder | None = None,
+        victims: VictimChoice | None = None,
+        swap_rule: SwapRule | None = None,
     ) -> None:
-        self.kv = KVManager(cache_size, enable_prefix_caching)
+        self.kv = KVManager(cache_size, enable_prefix_caching, swap_rule)
         self.requests: dict[str, Request] = {}
         """Every unfinished request by its id."""
         self.running: dict[str, Request] = {}
@@ -71,6 +80,9 @@ class Scheduler:
         self._limits = limits
         self._watermark = int(WATERMARK * self.kv.num_blocks)
         self._forks = Forks()
+        self._victims: VictimChoice = LastJoined() if victims is None else victims
+        self._displacement = Displacement(self._victims, self.kv, self._watermark)
+        self._long_prompts = LongPrompts(limits.long_prompt_tokens)
         self._free_seats = list(range(limits.seats))  # a heap: low seats first keeps the seats in use dense
         self._in_flight: deque[StepPlan] = deque()
 
@@ -81,6 +93,11 @@ class Scheduler:
     @property
     def num_waiting(self) -> int:
         return len(self.requests) - len(self.running)
+
+    @property
+    def num_swapped(self) -> int:
+        """Those of the waiting requests whose K/V are in host memory."""
+        return self.kv.host.num_swapped
 
     @property
     def num_running(self) -> int:
@@ -120,15 +137,18 @@ class Scheduler:
         not more than a block has tokens, so that a row begins one new block at the most.
         """
         rows: list[PlanRow] = []
-        num_preemptions = self.num_preemptions
         self._forks.release(self.waiting)
-        budget = self._continue_running(rows, self._limits.tokens)
+        self.waiting.begin_step(Load(len(self.running), self._limits.seats, self.kv.usage))
+        self._long_prompts.begin_step()
         # Who was preempted just now must not come back in the same step, whatever the policy says.
+        displaced = self._displace() if self.waiting.preempts and self.waiting else ()
+        num_preemptions = self.num_preemptions
+        budget = self._continue_running(rows, self._limits.tokens)
         if self.num_preemptions == num_preemptions:
-            self._admit_waiting(rows, budget)
-        if max_steps > 1 and self.num_waiting == 0 and all(map(_decodes, rows)):
+            self._admit_waiting(rows, budget, displaced)
+        if max_steps > 1 and self.num_waiting == 0 and all(map(_may_run_on, rows)):
             self._run_on(rows, max_steps)
-        plan = StepPlan(tuple(rows), self.kv.take_copies())
+        plan = StepPlan(tuple(rows), *self.kv.take_moves()) if rows else StepPlan()
         if plan:
             self._in_flight.append(plan)
         return plan
@@ -145,10 +165,15 @@ class Scheduler:
             request = row.request
             if row.samples and request.finish_reason is None:
                 if row.num_steps < len(token_ids):
-                    token_ids = token_ids[: row.num_steps]
-                count = self._take_in(request, token_ids, logprobs)
-                if count < len(logprobs):
+                    token_ids, logprobs = token_ids[: row.num_steps], logprobs[: row.num_steps]
+                num_known = request.num_known + len(token_ids)
+                if num_known < request.max_len and request.stop_token_ids.isdisjoint(token_ids):
+                    request.append_tokens(token_ids, logprobs)
+                else:
+                    count = _count_to_end(request, token_ids)
                     token_ids, logprobs = token_ids[:count], logprobs[:count]
+                    request.append_tokens(token_ids, logprobs)
+                    self._end_if_due(request, token_ids[-1])
                 new, new_logprobs = tuple(token_ids), tuple(logprobs)
                 reason, stop_reason = request.finish_reason, request.stop_reason
                 # By position: keywords would double the time.
@@ -156,16 +181,6 @@ class Scheduler:
                     TokenOutput(request.request_id, new, new_logprobs, reason, stop_reason, request.num_cached)
                 )
         return outputs
-
-    def _take_in(self, request: Request, token_ids: list[int], logprobs: list[float]) -> int:
-        """Append sampled tokens up to the one that ends the request; returns how many those are."""
-        for index, token_id in enumerate(token_ids):
-            request.append_token(token_id, logprobs[index])
-            if token_id in request.stop_token_ids or request.num_known >= request.max_len:
-                self._end_if_due(request, token_id)
-                if request.finish_reason is not None:
-                    return index + 1
-        return len(token_ids)
 
     def _run_on(self, rows: list[PlanRow], max_steps: int) -> None:
         """Let rows take further steps in the same call, each as many as it has room for without preempting."""
@@ -185,44 +200,51 @@ class Scheduler:
                 request.num_tokens += more
 
     def _continue_running(self, rows: list[PlanRow], budget: int) -> int:
-        """Give running requests their next tokens, in admission order; returns what is left of the budget.
+        """Give running requests their next tokens; returns what is left of the budget.
 
+        In admission order, or in that of the victims' choice where blocks may run short: each takes one at the most.
         This runs for every request in every step: a call per row, or min(), would cost a fifth of the time.
         """
-        for request in list(self.running.values()):
+        order = list(self.running.values())
+        if self.kv.num_free_blocks < len(order):
+            order = self._victims.order(order)
+        for request in order:
             if budget == 0:
                 break
             seat, end = request.seat, request.num_tokens
-            # Preempted for one before it, or all it may grow to is sampled already and waits to be read.
-            if seat is None or end >= request.max_len:
+            assert seat is not None, "a running request has no seat"
+            if end >= request.max_len:  # all it may grow to is sampled already and waits to be read
                 continue
             start = request.num_computed
-            samples = end - start <= budget
-            if not samples:
-                end = start + budget
+            num_tokens, samples = end - start, True
+            if num_tokens > 1:
+                num_tokens = self._long_prompts.take(min(num_tokens, budget))
+                samples, end = start + num_tokens == end, start + num_tokens
+                if num_tokens == 0:
+                    continue
             first, ids = NO_NEW_BLOCKS
             if end > request.num_slots:
-                new_blocks = self._make_room(request, end)
+                new_blocks = self._make_room(request, end, order)
                 if new_blocks is None:
                     continue
                 first, ids = new_blocks
             request.num_computed = end
             if samples:
                 request.num_tokens = end + 1
-            budget -= end - start
-            rows.append(PlanRow(request, seat, start, end - start, request.num_known, first, ids, False, samples))
+            budget -= num_tokens
+            rows.append(PlanRow(request, seat, start, num_tokens, request.num_known, first, ids, False, samples))
         return budget
 
-    def _admit_waiting(self, rows: list[PlanRow], budget: int) -> None:
+    def _admit_waiting(self, rows: list[PlanRow], budget: int, displaced: Collection[Request]) -> None:
         """Seat waiting requests in the policy's order while there are tokens, seats and blocks for the next one."""
         room = self._limits.admitted_blocks
-        while budget > 0 and self._free_seats and self.waiting:
+        while budget > 0 and self._free_seats and self.waiting and self.waiting.peek() not in displaced:
             table = self._get_table(self.waiting.peek(), room)
             if table is None:
                 break
             request = self.waiting.pop()
             self._take_seat(request)
-            end = min(request.num_tokens, request.num_computed + budget)
+            end = request.num_computed + self._long_prompts.begin(request.num_uncomputed, budget)
             self.kv.grow(request, end)
             room -= len(table.ids)
             budget -= end - request.num_computed
@@ -244,18 +266,25 @@ class Scheduler:
         if request.children:
             self._forks.watch(request)
 
-    def _make_room(self, request: Request, end: int) -> NewBlocks | None:
+    def _displace(self) -> list[Request]:
+        """Preempt running requests for the one that is next, if the policy lets it and that makes room for it."""
+        displaced = self._displacement.choose(self.waiting, self.running.values(), bool(self._free_seats))
+        for request in displaced:
+            self._preempt(request)
+        return displaced
+
+    def _make_room(self, request: Request, end: int, order: list[Request]) -> NewBlocks | None:
         """Get blocks for tokens [0, end), preempting if need be; None if `request` had to go or has to pause.
 
-        Victims are taken from the end of the admission order and rows are planned from its front, so
-        a victim never has a row in the plan that is being built. A request that was preempted before is no
-        victim until it sampled again: it has all the blocks it needs for that, so the pause is short.
+        Victims are taken from the end of `order` and rows are planned from its front, so a victim never has
+        a row in the plan that is being built. A request that was preempted before is no victim until it sampled
+        again: it has all the blocks it needs for that, so the pause is short.
         """
         while (new_blocks := self.kv.grow(request, end)) is None:
-            victim = next(reversed(self.running.values()))
+            victim = order[-1]
             if victim.num_tokens == victim.preempted_len:
                 return None
-            self._preempt(victim)
+            self._preempt(order.pop())
             if victim is request:
                 return None
         return new_blocks
@@ -270,10 +299,11 @@ class Scheduler:
             self._finish(request, FinishReason.LENGTH, None)
 
     def _preempt(self, request: Request) -> None:
-        """Take everything from a running request; its tokens are computed again when it is readmitted."""
+        """Take everything from a running request; what is not swapped out is computed again when it is readmitted."""
+        swapped = self.kv.swap_out(request)
         self._vacate(request)
-        self.thrash.note(request.num_computed)
-        request.status = RequestStatus.WAITING
+        self.thrash.note(0 if swapped else request.num_computed)
+        request.status = RequestStatus.SWAPPED if swapped else RequestStatus.WAITING
         request.num_computed = 0
         request.num_preemptions += 1
         request.preempted_len = request.num_tokens
@@ -282,12 +312,14 @@ class Scheduler:
     def _finish(self, request: Request, reason: FinishReason, stop_reason: int | str | None) -> None:
         if request.status is RequestStatus.RUNNING:
             self._vacate(request)
-        elif request.status is RequestStatus.WAITING:
+        elif request.status in (RequestStatus.WAITING, RequestStatus.SWAPPED):
+            self.kv.forget_swapped(request)
             self.waiting.remove(request)
         if request.children:
             self._forks.watch(request)
         del self.requests[request.request_id]
         request.finish(reason, stop_reason)
+        self.waiting.note_finished(request)
 
     def _vacate(self, request: Request) -> None:
         assert request.seat is not None, f"request {request.request_id} has no seat"
@@ -297,9 +329,19 @@ class Scheduler:
         del self.running[request.request_id]
 
 
-def _decodes(row: PlanRow) -> bool:
-    """The row has its seat already, and is one token that samples the next."""
-    return row.num_tokens == 1 and row.samples and not row.admitted
+def _count_to_end(request: Request, token_ids: list[int]) -> int:
+    """How many of the tokens that were sampled are the request's: those up to the one that ends it."""
+    most = min(request.max_len - request.num_known, len(token_ids))
+    fewest = request.params.min_tokens - len(request.output_ids)
+    for index in range(max(fewest - 1, 0), most):
+        if token_ids[index] in request.stop_token_ids:
+            return index + 1
+    return most
+
+
+def _may_run_on(row: PlanRow) -> bool:
+    """The row has its seat already, and is one token that samples the next; no step of it has to be seen by the host."""
+    return row.num_tokens == 1 and row.samples and not (row.admitted or row.request.single_steps)
 
 
 def _admitted_row(request: Request, end: int, table: NewBlocks) -> PlanRow:
