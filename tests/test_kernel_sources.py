@@ -27,7 +27,7 @@ def choices_between_constants(source: str) -> list[int]:
 def is_constant(node: ast.expr) -> bool:
     if isinstance(node, ast.UnaryOp):
         return is_constant(node.operand)
-    return isinstance(node, ast.Constant) or isinstance(node, ast.Name) and node.id.isupper()
+    return isinstance(node, ast.Constant) or (isinstance(node, ast.Name) and node.id.isupper())
 
 
 @pytest.mark.parametrize("path", sorted(KERNELS.glob("*.py")), ids=lambda path: path.stem)
