@@ -102,7 +102,11 @@ VARIANTS = {
 }
 
 
-@pytest.mark.parametrize("name", VARIANTS)
+SLOW = ("synchronous", "few seats", "several steps a call", "preempted, synchronous", "priority, preempted")
+"""Each compiles an engine of its own; what they vary, others that run always vary, too."""
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.slow] * (name in SLOW)) for name in VARIANTS])
 def test_batches(name, folder, oracle):
     options = {"max_num_seqs": 16, "max_model_len": CONTEXT} | VARIANTS[name]
     with LLMEngine(str(folder), dtype="float32", **options) as engine:

@@ -35,7 +35,7 @@ MAX_UNCOMPARED = 0.05
 """Share of all positions that may lie after a close call."""
 BASE = {"max_model_len": CONTEXT, "block_size": BLOCK_SIZE, "max_num_seqs": 4, "max_num_batched_tokens": 32}
 FEW_BLOCKS = CONTEXT // BLOCK_SIZE + 1
-QUICK_FAMILIES = ["gemma3", "olmo2", "qwen2"]
+QUICK_FAMILIES = ["gemma3", "olmo2"]
 """Compiling takes all of the time. Between them they have most of what families differ in."""
 
 

@@ -175,6 +175,17 @@ def test_auto_compares_copies_that_are_needed_with_tokens():
     assert kv.swap_out(request), "its copy is current: there is only the way back"
 
 
+@pytest.mark.parametrize(("token_seconds", "kept"), [(1.2, False), (1.3, True)])
+def test_evicted_blocks_are_kept_only_where_computing_takes_much_longer(token_seconds, kept):
+    costs = SwapCosts(chunk_bytes=1, out_seconds=2.0, in_seconds=3.0, token_seconds=token_seconds)
+    kv = make_kv(rule=SwapRule("swap", costs))  # chunks of eight tokens
+    first = make_request("a", 17, 5, family=1)
+    compute(kv, first)
+    kv.free(first)
+    compute(kv, make_request("b", 30, 2, family=2))
+    assert bool(kv.take_moves().swap_out) == kept
+
+
 def test_evicted_blocks_are_kept_and_brought_back():
     kv = make_kv()
     first = make_request("a", 17, 5, family=1)

@@ -17,8 +17,8 @@ from tqdm import tqdm
 from jaxllm.config import ModelConfig
 from jaxllm.models.expansion import Expansion, stored_specs
 
-BYTES_AT_ONCE = 1 << 30
-"""Of parameters that are restored together."""
+BYTES_AT_ONCE = 1 << 28
+"""Of parameters that are restored together: GPUs read them from pinned buffers, which stay."""
 CONCURRENT_GB = 1
 """What Orbax may hold in host memory, unless an array alone is larger: it takes no part of one."""
 CHUNK_BYTES = 32 << 20

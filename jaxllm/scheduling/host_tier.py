@@ -66,7 +66,8 @@ class HostTier:
         a full one and most evictions cost none.
         """
         num_evicted = num_blocks - self._device.num_blank
-        if num_evicted <= 0 or not self.pool.room:
+        chunk_tokens = self.pool.chunk_blocks * self._block_size
+        if num_evicted <= 0 or not self.pool.room or not self.rule.keeps_evicted(chunk_tokens):
             return
         size, dirty = self.pool.chunk_blocks, list[tuple[int, bytes]]()
         for index, (block_id, block_hash) in enumerate(

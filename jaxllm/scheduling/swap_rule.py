@@ -1,4 +1,4 @@
-"""Whether a preempted request's K/V are swapped out or computed again.
+"""What is copied to host memory: a preempted request's K/V, and cached blocks that the device needs for others.
 
 Invariant: the answer follows from the numbers given, so that the same engine decides the same way every time.
 """
@@ -9,6 +9,10 @@ from dataclasses import dataclass
 
 from jaxllm.config import PreemptionMode
 from jaxllm.memory import SwapCosts
+
+
+WORTH_KEEPING = 2.0
+"""How many times a copy's cost computing has to take: evicted blocks are all copied, and few are wanted again."""
 
 
 @dataclass(frozen=True)
@@ -30,3 +34,13 @@ class SwapRule:
         if self.mode != "auto" or self.costs is None:
             return self.mode == "swap"
         return self.costs.of_swap(chunks_out, chunks_in) < self.costs.of_computing(num_tokens)
+
+    def keeps_evicted(self, chunk_tokens: int) -> bool:
+        """Whether cached blocks are copied when the device needs them; of a small model they are computed as fast.
+
+        Args:
+            chunk_tokens: whose K/V one transfer moves.
+        """
+        if self.costs is None:
+            return True
+        return WORTH_KEEPING * self.costs.of_swap(1, 1) < self.costs.of_computing(chunk_tokens)
