@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from jaxllm.config import PreemptionMode
 from jaxllm.memory import SwapCosts
 
-
 WORTH_KEEPING = 2.0
 """How many times a copy's cost computing has to take: evicted blocks are all copied, and few are wanted again."""
 
