@@ -1,7 +1,8 @@
 """Paged attention of chunks of prompts, rows of more than one token, for NVIDIA GPUs.
 
 A tile of queries of one row and one K/V head is one program's. It walks over the row's context split by
-split and merges the splits in order: a token's result does not depend on how its prompt was cut into chunks.
+split and merges the splits in order: a token's result does not depend on how its prompt was cut into chunks of
+two tokens or more.
 Splits may be longer than decoding's (on an H200 they have no end: folding every 1,024 tokens costs 5 %), and
 the matrix units add up in another order for a tile than for a token: a token computed in a chunk has not the
 bits it has when it is decoded.

@@ -1,7 +1,8 @@
 """Paged attention of rows of one token (decode), split over the context, for NVIDIA GPUs.
 
-It is the same, bit for bit, in a step where other rows have more. A context is cut into splits of a fixed number of tokens, which are summed up on their own and folded in
-order, first those of a span of `SPLITS_PER_SPAN`, then the spans. How many there are, and the order of every
+It is the same, bit for bit, in a step where other rows have more. A context is cut into splits of a fixed number
+of tokens, which are summed up on their own and folded in order, first those of a span of `SPLITS_PER_SPAN`, then
+the spans. How many there are, and the order of every
 sum, depend on the row alone: whether a program takes a split (little to do: more programs) or a whole span
 (fewer partial results) changes no bit.
 """

@@ -22,7 +22,7 @@ class CompletionRequest(GenerationRequest):
     """With echo it may be 0: nothing is added to the prompt."""
     echo: bool | None = None
     """Begin the answer with the prompt."""
-    logprobs: int | None = Field(default=None, ge=0)
+    logprobs: int | None = Field(default=None, ge=-1)
     """How many alternatives to each token are told, with the log-probabilities; of the prompt as well with echo."""
     add_special_tokens: bool = True
     """Add the begin token to texts, if the model has one."""

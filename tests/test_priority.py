@@ -62,6 +62,7 @@ def test_llm_answers_the_urgent_first_and_returns_all_in_order(llm, monkeypatch)
         (3, "priority=3 is not valid for 2 prompts: give a list of one each"),
         ([0, "high"], "prompt 1 of 2: priority='high' is not valid: use a whole number"),
         ([True, 0], "prompt 0 of 2: priority=True is not valid: use a whole number"),
+        ([0, 10**400], "prompt 1 of 2: priority is not valid: use a number from -2147483647 to 2147483647"),
     ],
 )
 def test_priorities_that_are_not_valid_are_named(llm, priority, message):

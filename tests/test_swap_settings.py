@@ -37,6 +37,12 @@ def test_what_is_wrong_is_named(fields, message):
         EngineConfig("m", **fields)
 
 
+def test_more_than_the_machine_has_is_refused_before_anything_is_made():
+    config = EngineConfig("m", swap_space=1e9).resolve(dataclasses.replace(MODEL, max_position_embeddings=1024), "gpu")
+    with pytest.raises(ValueError, match=r"swap_space=1000000000.0 asks for .* and the machine has .*: lower it"):
+        _ = CachePlan(config, MODEL, 2, None).host_chunks
+
+
 def test_a_gpu_has_swap_space_by_default_and_a_cpu_has_none():
     model = dataclasses.replace(MODEL, max_position_embeddings=1024)
     assert EngineConfig("m").resolve(model, "gpu").swap_space == 4

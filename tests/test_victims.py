@@ -164,6 +164,19 @@ def test_nobody_is_pushed_out_in_vain():
     assert engine.scheduler.num_preemptions == 0 and "b" in engine.scheduler.running
 
 
+def test_a_long_prompt_that_takes_all_tokens_has_to_go_and_not_who_decodes():
+    engine = engine_of(2, CacheSize(num_blocks=2001, block_size=4), budget=8)
+    engine.add(request_of("d", 4, 900, priority=5))
+    engine.step()
+    engine.add(request_of("p", 1000, 5, priority=0))
+    engine.step()
+    engine.add(request_of("u", 4, 5, priority=-1))
+    for _ in range(2 * PATIENCE):
+        engine.step()
+        assert "d" in engine.scheduler.running
+    assert len(engine.answers["u"]) == 5
+
+
 def test_who_was_pushed_out_samples_before_it_has_to_go_again():
     """The invariant of `FakeEngine` under a stream of urgent requests."""
     engine = engine_of(2, CacheSize(num_blocks=25, block_size=4), depth=2)

@@ -82,7 +82,8 @@ class EngineCore:
     def reset_prefix_cache(self) -> bool:
         """Forgets cached K/V; False and nothing changed while requests hold some."""
         if not self.scheduler.kv.reset_prefix_cache():
-            logger.warning("the prefix cache is not reset: %d requests are running", self.scheduler.num_running)
+            holders = self.scheduler.num_running + self.scheduler.num_swapped
+            logger.warning("the prefix cache is not reset: %d requests have K/V in it or in host memory", holders)
             return False
         return True
 
@@ -92,7 +93,9 @@ class EngineCore:
         Raises:
             ValueError: something is being recorded already.
             OSError: the folder cannot be written to.
+            RuntimeError: the engine is closed or failed.
         """
+        self._check_alive()
         if self._session is not None:
             raise ValueError("a profile is being recorded already: stop it before another one is started")
         self._session = ProfilerSession(self.runner, folder, len(self._in_flight))
@@ -121,10 +124,12 @@ class EngineCore:
         self._end = self._end or RuntimeError("the engine is closed")
         try:
             self._drain_at_exit()
-            if self._session is not None:
-                self.stop_profile()
         finally:
-            self.runner.close()
+            try:
+                if self._session is not None:
+                    self.stop_profile()
+            finally:
+                self.runner.close()
 
     def _run_step(self) -> list[TokenOutput]:
         self._launch_ahead()

@@ -27,7 +27,7 @@ async def read_apart(folder: str) -> ProfileReport:
     # It finds the modules that this process finds, and needs no device.
     paths = os.pathsep.join(path or os.getcwd() for path in sys.path)
     process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-P", "-m", "jaxllm.profiling", folder),
+        *(sys.executable, "-P", "-m", "jaxllm.profiling", folder, "--json"),
         stdin=asyncio.subprocess.DEVNULL,
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.PIPE,

@@ -45,6 +45,8 @@ class TokensPrompt(TypedDict):
 
 type Prompt = str | Sequence[int] | TextPrompt | TokensPrompt
 
+MOST_PRIORITY = 2**31 - 1
+
 
 class RequestMaker:
     """Makes the requests of one engine.
@@ -132,6 +134,8 @@ class RequestMaker:
     def _check_priority(self, priority: int) -> None:
         if isinstance(priority, bool) or not isinstance(priority, int):
             raise ValueError(f"priority={priority!r} is not valid: use a whole number, the lower the sooner")
+        if abs(priority) > MOST_PRIORITY:
+            raise ValueError(f"priority is not valid: use a number from -{MOST_PRIORITY} to {MOST_PRIORITY}")
         if priority and not self.uses_priority:
             raise ValueError(
                 f"priority={priority} means nothing under scheduling_policy={self._policy!r}: start the engine with "

@@ -78,7 +78,9 @@ def read_trace(folder: Path) -> Trace:
     """
     files = sorted(folder.glob(XPLANE_FILES))
     if not files:
-        raise ValueError(f"{folder} holds no profile ({XPLANE_FILES}): name the folder that a session wrote")
+        raise ValueError(
+            f"{folder} holds no profile ({XPLANE_FILES}): name the folder of a session, as in FOLDER/plugins/profile/DATE"
+        )
     with warnings.catch_warnings():
         # jaxlib's iterators lack the name of their module; Python says so once a class.
         warnings.filterwarnings("ignore", ".*has no __module__ attribute", DeprecationWarning)

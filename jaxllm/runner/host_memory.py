@@ -58,7 +58,7 @@ class HostMemory:
     Args:
         cache: its shapes, as a pytree of `jax.ShapeDtypeStruct`.
         size: the number of chunks may be 0.
-        staged: most chunks on the device at once.
+        staged: most chunks on the device at once on their way out, and as many on their way in.
     """
 
     def __init__(self, cache: Cache, size: CacheSize, staged: int, store: ExecutableStore | None = None) -> None:
@@ -73,6 +73,8 @@ class HostMemory:
         self._ids = jax.ShapeDtypeStruct((size.chunk_blocks,), jnp.int32, sharding=replicated(mesh))
         self._chunks: list[jax.Array | None] = [None] * size.host_chunks
         self._leaving: deque[Any] = deque()
+        self._num_entering = 0
+        """Chunks whose way in was begun since the device was last waited for."""
         self.num_out = 0
         """Chunks that were copied to the host."""
         self.num_in = 0
@@ -99,10 +101,12 @@ class HostMemory:
         """Starts a plan's copies; the cache as its step needs it. The one given is donated if anything comes back."""
         for move in plan.swap_out:
             self._copy_out(move, cache)
-        for index, move in enumerate(plan.swap_in):
-            if index and index % self._staged == 0:
+        for move in plan.swap_in:
+            if self._num_entering == self._staged:
                 cache[0].keys.block_until_ready()
+                self._num_entering = 0
             cache = self._copy_in(move, cache)
+            self._num_entering += 1
         self.num_out += len(plan.swap_out)
         self.num_in += len(plan.swap_in)
         return cache

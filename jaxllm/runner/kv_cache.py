@@ -7,6 +7,7 @@ measured bytes, rounded down, so that the same start gives the same shapes and f
 from __future__ import annotations
 
 import math
+import os
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -27,6 +28,11 @@ MAX_ARRAY_ELEMENTS = 2**31 - 1
 MEASURED_REMEDY = (
     "raise gpu_memory_utilization or tensor_parallel_size, lower max_num_batched_tokens, or set kv_cache_memory_bytes"
 )
+
+
+def machine_bytes() -> int:
+    """Of memory that the machine has."""
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
 @dataclass(frozen=True)
@@ -97,9 +103,15 @@ class CachePlan:
         """Chunks of host memory that swap_space holds.
 
         Raises:
-            ValueError: none, although preemption_mode needs one.
+            ValueError: none, although preemption_mode needs one; or more than the machine has.
         """
         space, mode = self.config.swap_space or 0, self.config.preemption_mode
+        needed, there = space * GIB * self.config.tensor_parallel_size, machine_bytes()
+        if needed > there:
+            raise ValueError(
+                f"swap_space={space} asks for {space} GiB of host memory for each of "
+                f"{self.config.tensor_parallel_size} devices, and the machine has {show_bytes(there)}: lower it"
+            )
         chunks = int(space * GIB) // self.chunk_bytes
         if mode == "swap" and not chunks:
             raise ValueError(

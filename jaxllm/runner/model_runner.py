@@ -135,7 +135,7 @@ class ModelRunner:
             ValueError: the devices do not have the memory.
         """
         weight_bytes, cache_bytes, state_bytes = self._held_bytes(self.size)
-        check_room(self._devices, cache_bytes, weight_bytes + state_bytes + self.temp)
+        check_room(self._devices, cache_bytes, weight_bytes + state_bytes + self.temp + self._staged_bytes)
         _, cache, state, _ = self._arguments(self.ladder.all[0], self.size)
         with ThreadPoolExecutor(max_workers=2) as pool:
             compiling = pool.submit(self._compile_all, progress)
@@ -284,14 +284,18 @@ class ModelRunner:
         facts = (self.model, probed, self.dtype, self.ladder, self.config.attention_backend, "temporaries")
         file = ExecutableStore(self._devices, facts).folder / "temp" if self.config.compilation_cache else None
         temp = remember(file, partial(self._measure_temp, probed))
-        chunk_bytes = CachePlan(self.config, self.model, self.dtype.itemsize, None).chunk_bytes
-        return MemoryBudget(limit, weights, state, temp, self._staged_chunks * chunk_bytes)
+        return MemoryBudget(limit, weights, state, temp, self._staged_bytes)
 
     @property
     def _staged_chunks(self) -> int:
-        """Chunks of host memory that may be on the devices at once."""
+        """Chunks of host memory that may be on the devices at once, on their way out or in."""
         plan = CachePlan(self.config, self.model, self.dtype.itemsize, None)
         return staged_chunks(memory_limit(self._devices), plan.chunk_bytes) if plan.host_chunks else 0
+
+    @property
+    def _staged_bytes(self) -> int:
+        """Bytes of one device that chunks on their way out and in may take."""
+        return 2 * self._staged_chunks * CachePlan(self.config, self.model, self.dtype.itemsize, None).chunk_bytes
 
     def _measure_temp(self, size: CacheSize) -> int:
         """Bytes of temporaries of the largest step, found by compiling it for a model of few layers."""

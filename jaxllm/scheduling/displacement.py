@@ -23,12 +23,14 @@ class Displacement:
 
     Args:
         reserve: blocks that an admission leaves free.
+        tokens: that a step may hold.
     """
 
-    def __init__(self, victims: VictimChoice, kv: KVManager, reserve: int) -> None:
+    def __init__(self, victims: VictimChoice, kv: KVManager, reserve: int, tokens: int) -> None:
         self._victims = victims
         self._kv = kv
         self._reserve = reserve
+        self._tokens = tokens
         self._next: Request | None = None
         self._num_steps = 0
         """That it was the next one, without being admitted."""
@@ -53,14 +55,27 @@ class Displacement:
         missing = self._kv.blocks_for(urgent.num_tokens) + growing + self._reserve - self._kv.num_free_blocks
         if has_free_seat and missing <= 0:
             return []
+        tokens_before = sum(request.num_uncomputed for request in running)
         displaced: list[Request] = []
         for victim in reversed(self._victims.order(running)):
             if victim.num_tokens != victim.preempted_len and waiting.may_preempt(urgent, victim):
                 displaced.append(victim)
                 missing -= self._num_own_blocks(victim)
-                if missing <= 0:
-                    return displaced
+                tokens_before -= victim.num_uncomputed
+                if missing <= 0 and tokens_before < self._tokens:
+                    return self._who_must_go(displaced, -missing, self._tokens - 1 - tokens_before)
         return []
+
+    def _who_must_go(self, displaced: list[Request], spare_blocks: int, spare_tokens: int) -> list[Request]:
+        """Without those who may stay although the others go; somebody's seat is needed."""
+        kept: list[Request] = []
+        for number, victim in enumerate(displaced, 1):
+            blocks, tokens = self._num_own_blocks(victim), victim.num_uncomputed
+            if blocks <= spare_blocks and tokens <= spare_tokens and (kept or number < len(displaced)):
+                spare_blocks, spare_tokens = spare_blocks - blocks, spare_tokens - tokens
+            else:
+                kept.append(victim)
+        return kept
 
     def _num_own_blocks(self, request: Request) -> int:
         """Blocks that nobody else holds."""

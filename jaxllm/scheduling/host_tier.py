@@ -5,7 +5,7 @@ host copy is current is not copied again. Full blocks never change, so a copy wi
 Copies of a plan are made before its step writes anything, those to the host first; they find what the steps launched
 before left behind. So whoever is given a block next cannot spoil a copy.
 Invariants: a block of a swapped request is held until it is back or gone, so that its K/V can always come back; a
-chunk that a plan reads is not written by the same plan.
+chunk is not written again between the plan that chose to read it and the copy.
 """
 
 from __future__ import annotations

@@ -66,7 +66,9 @@ def _load(named: str) -> Any:
     try:
         return getattr(importlib.import_module(module), name)
     except (ImportError, AttributeError, ValueError) as error:
-        raise ValueError(f"scheduling_policy={named!r} cannot be imported: {error}") from error
+        raise ValueError(
+            f"scheduling_policy={named!r} cannot be imported: {error} (is it installed, or its folder in PYTHONPATH?)"
+        ) from error
 
 
 def _make(kind: Any, policy: object) -> Any:

@@ -81,7 +81,7 @@ class Scheduler:
         self._watermark = int(WATERMARK * self.kv.num_blocks)
         self._forks = Forks()
         self._victims: VictimChoice = LastJoined() if victims is None else victims
-        self._displacement = Displacement(self._victims, self.kv, self._watermark)
+        self._displacement = Displacement(self._victims, self.kv, self._watermark, limits.tokens)
         self._long_prompts = LongPrompts(limits.long_prompt_tokens)
         self._free_seats = list(range(limits.seats))  # a heap: low seats first keeps the seats in use dense
         self._in_flight: deque[StepPlan] = deque()
@@ -116,9 +116,8 @@ class Scheduler:
         assert fits, f"request {request.request_id} may outgrow the whole cache"
         for child in request.children:
             assert child.request_id not in self.requests, f"request {child.request_id} is here already"
-            self.requests[child.request_id] = child
-        self.requests[request.request_id] = request
-        self.waiting.push(request)
+        self.waiting.push(request)  # may raise, if the policy is a user's: then nothing has changed
+        self.requests |= {one.request_id: one for one in (*request.children, request)}
 
     def abort(
         self, request_id: str, reason: FinishReason = FinishReason.ABORT, stop_reason: int | str | None = None
