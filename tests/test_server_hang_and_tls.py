@@ -99,5 +99,6 @@ def test_https_and_a_log_at_debug(model, certificate, tmp_path):
     lines = server.log.splitlines()
     steps = [line for line in lines if "DEBUG jaxllm.engine.step_log: step: " in line]
     assert len(steps) >= 2 * 20
-    assert len(lines) == len(set(lines))
+    # Two lines of one millisecond may be equal; with two handlers every line would be there twice.
+    assert len(set(lines)) > 0.9 * len(lines)
     assert not any("jax._src" in line for line in lines)
