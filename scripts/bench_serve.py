@@ -13,7 +13,6 @@ import argparse
 import dataclasses
 import itertools
 import os
-import re
 import signal
 import subprocess
 import sys
@@ -25,6 +24,8 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
+from soak_server import PROGRAM, START_SECONDS, find_address  # noqa: E402
+
 from jaxllm.bench.report import Figure, Report, describe_machine, round_to, show_number  # noqa: E402
 from jaxllm.bench.serve import report_serve  # noqa: E402
 from jaxllm.bench.settings import ServeSettings  # noqa: E402
@@ -32,8 +33,6 @@ from jaxllm.bench.workloads import Workload, same_length  # noqa: E402
 from jaxllm.llm import LLM  # noqa: E402
 from jaxllm.sampling_params import SamplingParams  # noqa: E402
 
-PROGRAM = [sys.executable, "-c", "import sys; from jaxllm.serving.cli import main; sys.exit(main())"]
-START_SECONDS = 300
 PER_STREAM = 4
 """Requests for each in flight, as `jaxllm bench serve` sends them."""
 
@@ -81,9 +80,8 @@ def wait_ready(log: Path, server: subprocess.Popen) -> str:
     """The server's address, once it answers."""
     deadline = time.monotonic() + START_SECONDS
     while server.poll() is None and time.monotonic() < deadline:
-        text = log.read_text()
-        if " is ready" in text and (found := re.search(r"listening on (\S+)", text)):
-            return found[1]
+        if address := find_address(log.read_text()):
+            return address
         time.sleep(0.2)
     raise SystemExit(f"the server did not start:\n{log.read_text()[-5000:]}")
 

@@ -31,6 +31,7 @@ MAX_SLOPE = 1.0
 """MB a minute."""
 MIN_SECONDS_FOR_SLOPE = 60
 WARM_UP_SHARE = 0.3
+PROGRAM = [sys.executable, "-c", "import sys; from jaxllm.serving.cli import main; sys.exit(main())"]
 START_SECONDS = 300
 NUM_PROMPTS = 500
 KINDS = {"stream": 60, "whole": 10, "abort": 10, "leave": 12, "refused": 8}
@@ -188,9 +189,8 @@ def _resident_bytes(pid: int) -> int:
 async def run(options: argparse.Namespace, serve_flags: list[str]) -> dict[str, Any]:
     """Starts the server, soaks it, and ends it."""
     with tempfile.NamedTemporaryFile("w+", prefix="soak-server-", suffix=".log", delete=False) as log:
-        program = [sys.executable, "-c", "import sys; from jaxllm.serving.cli import main; sys.exit(main())"]
         flags = ["serve", options.model, "--port", "0", *serve_flags]
-        server = await asyncio.create_subprocess_exec(*program, *flags, stdout=log, stderr=log)
+        server = await asyncio.create_subprocess_exec(*PROGRAM, *flags, stdout=log, stderr=log)
         try:
             url = await _wait_ready(Path(log.name), server)
             figures = await soak(url, server.pid, options)
@@ -204,11 +204,16 @@ async def run(options: argparse.Namespace, serve_flags: list[str]) -> dict[str, 
 async def _wait_ready(log: Path, server: asyncio.subprocess.Process) -> str:
     deadline = time.monotonic() + START_SECONDS
     while server.returncode is None and time.monotonic() < deadline:
-        text = log.read_text()
-        if " is ready" in text and (found := re.search(r"listening on (\S+)", text)):
-            return found[1]
+        if address := find_address(log.read_text()):
+            return address
         await asyncio.sleep(0.1)
     raise SystemExit(f"the server did not start:\n{log.read_text()}")
+
+
+def find_address(log: str) -> str | None:
+    """Of a server that is ready, by what it wrote."""
+    found = re.search(r"listening on (\S+)", log) if " is ready" in log else None
+    return found[1] if found else None
 
 
 def main() -> None:

@@ -5,13 +5,12 @@ requests that it preempts.
 """
 
 import dataclasses
-import random
 
 import jax
 import numpy as np
 import pytest
 from doubles import FakeEngine, prompt_request
-from tiny_model import CONTEXT, VOCAB, Oracle, write_model
+from tiny_model import CONTEXT, VOCAB, Oracle, log_softmax, make_prompt, write_model
 
 from jaxllm import LLM, SamplingParams
 from jaxllm.config import CacheSize, EngineConfig, ModelConfig
@@ -63,16 +62,6 @@ def watch(request):
 @pytest.fixture(scope="module")
 def oracle():
     return Oracle()
-
-
-def make_prompt(length, seed=0):
-    rng = random.Random(seed)
-    return [rng.randrange(VOCAB) for _ in range(length)]
-
-
-def log_softmax(logits):
-    shifted = logits - logits.max(axis=-1, keepdims=True)
-    return shifted - np.log(np.exp(shifted).sum(axis=-1, keepdims=True))
 
 
 def check(table, token_ids, found, num_top):

@@ -4,11 +4,10 @@ One engine with a long context, in which prompts are computed in chunks of 128 t
 """
 
 import dataclasses
-import random
 
 import numpy as np
 import pytest
-from tiny_model import VOCAB, Oracle, write_model
+from tiny_model import VOCAB, Oracle, log_softmax, make_prompt, write_model
 
 from jaxllm import LLM, SamplingParams
 from jaxllm.runner.prompt_scoring import CHUNK
@@ -34,16 +33,6 @@ def llm(folder):
 @pytest.fixture(scope="module")
 def oracle():
     return Oracle()
-
-
-def make_prompt(length, seed=0):
-    rng = random.Random(seed)
-    return [rng.randrange(VOCAB) for _ in range(length)]
-
-
-def log_softmax(logits):
-    shifted = logits - logits.max(axis=-1, keepdims=True)
-    return shifted - np.log(np.exp(shifted).sum(axis=-1, keepdims=True))
 
 
 def check(table, token_ids, found, num_top):

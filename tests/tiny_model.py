@@ -7,6 +7,7 @@ turns logits into a sampled token is the engine's own functions, which have test
 
 import dataclasses
 import json
+import random
 from pathlib import Path
 
 import jax.numpy as jnp
@@ -179,3 +180,13 @@ def make_params(index: int, num_tokens: int) -> SamplingParams:
         {"top_k": 30, "top_p": 0.9, "repetition_penalty": 1.2, "frequency_penalty": 0.3},
     ]
     return dataclasses.replace(params, temperature=0.8, seed=1000 + index, **filters[index // 2 % 4])
+
+
+def make_prompt(length, seed=0):
+    rng = random.Random(seed)
+    return [rng.randrange(VOCAB) for _ in range(length)]
+
+
+def log_softmax(logits):
+    shifted = logits - logits.max(axis=-1, keepdims=True)
+    return shifted - np.log(np.exp(shifted).sum(axis=-1, keepdims=True))

@@ -289,13 +289,18 @@ class ModelRunner:
     @property
     def _staged_chunks(self) -> int:
         """Chunks of host memory that may be on the devices at once, on their way out or in."""
-        plan = CachePlan(self.config, self.model, self.dtype.itemsize, None)
+        plan = self._unmeasured_plan
         return staged_chunks(memory_limit(self._devices), plan.chunk_bytes) if plan.host_chunks else 0
 
     @property
     def _staged_bytes(self) -> int:
         """Bytes of one device that chunks on their way out and in may take."""
-        return 2 * self._staged_chunks * CachePlan(self.config, self.model, self.dtype.itemsize, None).chunk_bytes
+        return 2 * self._staged_chunks * self._unmeasured_plan.chunk_bytes
+
+    @property
+    def _unmeasured_plan(self) -> CachePlan:
+        """The sizes that follow from the configuration and the model alone."""
+        return CachePlan(self.config, self.model, self.dtype.itemsize, None)
 
     def _measure_temp(self, size: CacheSize) -> int:
         """Bytes of temporaries of the largest step, found by compiling it for a model of few layers."""
