@@ -5,8 +5,10 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import itertools
+import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from numbers import Integral
 from pathlib import Path
 from typing import Any, cast
 
@@ -29,7 +31,8 @@ type Params = SamplingParams | Sequence[SamplingParams] | None
 class LLM:
     """A model and its batch interface.
 
-    Use it in a `with` statement, or call `close`, to free the device's memory.
+    Use it in a `with` statement, or call `close`, to free the device's memory. Threads that call it at once are answered
+    one after the other; `AsyncLLM` answers many callers together.
 
     Args:
         model: short name, GGUF file, Hugging Face folder, or hub id.
@@ -43,6 +46,8 @@ class LLM:
     def __init__(self, model: str, **fields: Any):
         self.engine = LLMEngine(model, **fields)
         self._request_numbers = itertools.count()
+        self._turn = threading.RLock()
+        """Of who uses the engine: two who step it would each read what the other one launched."""
 
     def generate(
         self,
@@ -67,8 +72,9 @@ class LLM:
         """
         listed = _as_list(prompts)
         params = _params_for(listed, self.get_default_sampling_params() if sampling_params is None else sampling_params)
-        request_ids = self._enter(listed, params, _priorities_for(listed, priority))
-        return self._run(request_ids, use_tqdm)
+        priorities = _priorities_for(listed, priority)
+        with self._turn:
+            return self._run(self._enter(listed, params, priorities), use_tqdm)
 
     def beam_search(
         self, prompts: Prompt | Sequence[Prompt], params: BeamSearchParams, use_tqdm: bool = False
@@ -96,6 +102,7 @@ class LLM:
         use_tqdm: bool = True,
         add_generation_prompt: bool = True,
         chat_template_kwargs: dict[str, Any] | None = None,
+        priority: Sequence[int] | None = None,
     ) -> list[RequestOutput]:
         """Answers a conversation, or several, put into the model's chat template.
 
@@ -103,11 +110,12 @@ class LLM:
             messages: one conversation as a list of {"role", "content"}, or a list of conversations.
             add_generation_prompt: end the prompt where the assistant's answer begins.
             chat_template_kwargs: further variables of the template.
+            priority: one for each conversation, as for `generate`.
 
         Raises:
             ValueError: the model has no chat template, or a message is malformed.
         """
-        single = not messages or "role" in messages[0]
+        single = not messages or isinstance(messages[0], Mapping)
         conversations = cast(Sequence[Sequence[Message]], [messages] if single else messages)
         prompts: list[Prompt] = [
             self.engine.tokenizer.encode_chat(
@@ -115,7 +123,7 @@ class LLM:
             )
             for conversation in conversations
         ]
-        return self.generate(prompts, sampling_params, use_tqdm)
+        return self.generate(prompts, sampling_params, use_tqdm, priority)
 
     def get_default_sampling_params(self) -> SamplingParams:
         """What the model's generation_config.json recommends (`generation_config`), else `SamplingParams()`."""
@@ -244,8 +252,12 @@ class LLM:
 
 def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     """A single prompt (text, dictionary or token ids) as a list of one."""
-    is_single = isinstance(prompts, str | dict) or (len(prompts) > 0 and isinstance(prompts[0], int))
-    return [cast(Prompt, prompts)] if is_single else list(cast(Sequence[Prompt], prompts))
+    if isinstance(prompts, str | bytes | dict):
+        return [cast(Prompt, prompts)]
+    if not isinstance(prompts, Iterable):
+        raise ValueError(f"prompts={prompts!r} is not valid: use a text, token ids, or a list of those")
+    listed = list(cast(Iterable[Any], prompts))
+    return [listed] if listed and isinstance(listed[0], Integral) else listed
 
 
 def _params_for(prompts: list[Prompt], params: SamplingParams | Sequence[SamplingParams]) -> list[SamplingParams]:

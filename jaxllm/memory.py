@@ -116,6 +116,30 @@ def choose_block_size(bytes_per_token: int, max_model_len: int) -> int:
 
 
 @dataclass(frozen=True)
+class CacheSize:
+    """The measured size of the K/V cache: returned by the runner, handed to the scheduler."""
+
+    num_blocks: int
+    """Device blocks, block 0 (the null block that padding points at) included."""
+    block_size: int
+    """Tokens per block."""
+    host_chunks: int = 0
+    """Chunks of host memory that blocks can be copied to."""
+    chunk_blocks: int = 1
+    """Blocks in a chunk, which is what one transfer moves."""
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens the blocks that requests can own hold together."""
+        return (self.num_blocks - 1) * self.block_size
+
+    @property
+    def chunk_tokens(self) -> int:
+        """Tokens of a chunk of host memory."""
+        return self.chunk_blocks * self.block_size
+
+
+@dataclass(frozen=True)
 class SwapCosts:
     """What it takes to bring K/V back that a request gives up, as measured when the engine started."""
 

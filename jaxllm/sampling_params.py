@@ -17,6 +17,8 @@ MAX_LOGIT_BIASES = 1024
 """Tokens in a request's `logit_bias`."""
 MAX_BAD_WORDS, MAX_BAD_WORD_TOKENS = 128, 16
 """Spellings of a request's `bad_words` (a word counts twice if it is another token after a space), and tokens of each."""
+MAX_STOP_STRINGS = 128
+"""Of a request: each is looked for after every token."""
 PACKED_LOGPROBS = 20
 """Most likely tokens that steps find on the device. Those of requests that want more are found on the host."""
 
@@ -100,6 +102,9 @@ class SamplingParams:
     """What `LLMEngine.step` returns for the request; `LLM` always returns finished answers."""
 
     def __post_init__(self) -> None:
+        for name, value in vars(self).items():
+            if type(value) not in _PLAIN and isinstance(value, numbers.Real):
+                object.__setattr__(self, name, _as_plain(name, value))
         object.__setattr__(self, "stop", _as_tuple("stop", [self.stop] if isinstance(self.stop, str) else self.stop))
         object.__setattr__(self, "stop_token_ids", _as_tuple("stop_token_ids", self.stop_token_ids))
         object.__setattr__(self, "bad_words", _as_tuple("bad_words", self.bad_words))
@@ -150,8 +155,9 @@ class SamplingParams:
         if self.allowed_token_ids is not None:
             if not self.allowed_token_ids:
                 raise ValueError("allowed_token_ids=[] allows no token at all: name some, or use None for every token")
-            for token in self.allowed_token_ids:
-                _check("allowed_token_ids", token, int, lambda v: v >= 0, "token ids of 0 or above")
+            _check_token_ids("allowed_token_ids", self.allowed_token_ids)
+        if len(self.bad_words) > MAX_BAD_WORDS:
+            raise ValueError(f"bad_words has {len(self.bad_words)} words: give {MAX_BAD_WORDS} at the most")
         for word in self.bad_words:
             _check("bad_words", word, str, lambda v: v.strip() != "", "texts that are more than spaces")
 
@@ -166,10 +172,11 @@ class SamplingParams:
                 "raise max_tokens or lower min_tokens"
             )
         self._check_switches("ignore_eos", "include_stop_str_in_output")
+        if len(self.stop) > MAX_STOP_STRINGS:
+            raise ValueError(f"stop has {len(self.stop)} strings: give {MAX_STOP_STRINGS} at the most")
         for text in self.stop:
             _check("stop", text, str, lambda v: v != "", "strings that are not empty")
-        for token in self.stop_token_ids:
-            _check("stop_token_ids", token, int, lambda v: v >= 0, "token ids of 0 or above")
+        _check_token_ids("stop_token_ids", self.stop_token_ids)
 
     def _check_output(self) -> None:
         remedy = f"a whole number from 1 to {MAX_ANSWERS}"
@@ -233,7 +240,8 @@ def is_wide(num_logprobs: int | None) -> bool:
 def _as_tuple(name: str, values: Any) -> tuple[Any, ...]:
     if values is not None and (isinstance(values, str) or not isinstance(values, Iterable)):
         raise ValueError(f"{name}={values!r} is not valid: use a list")
-    return tuple(values or ())
+    # Texts as such: enumerations of them are the caller's own, and an engine's process may not know those.
+    return () if values is None else tuple([str.__str__(one) if isinstance(one, str) else one for one in values])
 
 
 def _check(name: str, value: Any, kind: type, accepts: Callable[[Any], bool], remedy: str) -> None:
@@ -241,5 +249,20 @@ def _check(name: str, value: Any, kind: type, accepts: Callable[[Any], bool], re
         raise ValueError(f"{name}={value!r} is not valid: use {remedy}")
 
 
+def _check_token_ids(name: str, token_ids: Iterable[Any]) -> None:
+    for token in token_ids:
+        if type(token) is not int or token < 0:  # the usual ones, of which there can be many, cost nearly nothing
+            _check(name, token, int, lambda v: v >= 0, "token ids of 0 or above")
+
+
+def _as_plain(name: str, value: numbers.Real) -> int | float:
+    """Python's number for one of NumPy's, whose sums overflow, or of an enumeration."""
+    try:
+        return int(value) if isinstance(value, numbers.Integral) else float(value)
+    except OverflowError as error:
+        raise ValueError(f"{name}={value!r} is not valid: use a smaller number") from error
+
+
+_PLAIN = (bool, int, float, str, tuple, list, dict, type(None))
 _ABSTRACT = {float: numbers.Real, int: numbers.Integral, str: str}
 """NumPy's numbers are as good as Python's."""

@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import Literal, NamedTuple
 
 TABLE = Path(__file__).with_name("launches.json")
-type Kernel = Literal["decode", "chunks"]
+type Kernel = Literal["decode", "chunks", "invariant_decode", "invariant_chunks"]
+"""Those of the second pair sum in the same order: their splits and tiles of the context are equal."""
 
 
 class Launch(NamedTuple):

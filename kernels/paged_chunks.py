@@ -95,7 +95,7 @@ def attend(q, pages_k, pages_v, work: ChunkWork, call: Call, *, out=None):
         call: what is static.
         out: like q: what the result holds for other tokens, in place; by default that is of no meaning.
     """
-    shape, options, launch, interpret = call
+    shape, options, launch, interpret, invariant = call
     launch = fit(launch, q.shape[0], shape.group)
     sinks = jnp.zeros((shape.num_kv_heads, shape.group)) if options.sinks is None else options.sinks
     kernel = partial(
@@ -106,6 +106,7 @@ def attend(q, pages_k, pages_v, work: ChunkWork, call: Call, *, out=None):
         rows=pl.next_power_of_2(launch.rows // shape.group * shape.group),
         launch=launch,
         in_assembly=not interpret,
+        invariant=invariant,
     )
     arguments = (*work, q, pages_k, pages_v, sinks.reshape(shape.num_kv_heads, shape.group))
     return pl.pallas_call(
@@ -127,6 +128,7 @@ def _in_place(kernel, *refs):
 def _chunk_kernel(
     ends, tile_row, tile_token, tile_position, tile_size, tables, q_ref, pages_k, pages_v, sinks, out,
     *, shape: Shape, options: Options, has_sinks: bool, rows: int, launch: Launch, in_assembly: bool,
+    invariant: bool,
 ):  # fmt: skip
     head, program, stride = pl.program_id(0), pl.program_id(1), pl.num_programs(1)
     index = jnp.arange(rows)
@@ -140,7 +142,7 @@ def _chunk_kernel(
         where = (tile_token[tile] + offset)[:, None], head, in_group[:, None], columns[None, :]
         q = plt.load(q_ref.at[where], mask=mask, other=0)
         context = Context(tables, tile_row[tile], pages_k, pages_v, head)
-        walk = Walk(q, start + offset, context, shape, options, launch.context_tile, in_assembly)
+        walk = Walk(q, start + offset, context, shape, options, launch.context_tile, in_assembly, invariant)
         state = _over_splits(walk, start, start + size, launch)
         total = state.total
         if has_sinks:

@@ -72,8 +72,12 @@ def prepare(block_tables, kv_lens, cu_q_lens, sizes: Sizes, launch: Launch) -> D
     """Lists the parts of the context of every row that has one token."""
     lengths = jnp.where(cu_q_lens[1:] - cu_q_lens[:-1] == 1, kv_lens, 0)
     num_spans = jnp.sum(-(-lengths // (launch.split * SPLITS_PER_SPAN)))
-    per_item = jnp.where(num_spans <= MOST_SPANS_TO_SPLIT, 1, SPLITS_PER_SPAN)
-    most = _most_items(kv_lens.shape[0], block_tables.shape[1] * sizes.block_size, launch)
+    longest = block_tables.shape[1] * sizes.block_size
+    if sizes.invariant:
+        per_item, most = jnp.int32(1), kv_lens.shape[0] * -(-longest // launch.split)
+    else:
+        per_item = jnp.where(num_spans <= MOST_SPANS_TO_SPLIT, 1, SPLITS_PER_SPAN)
+        most = _most_items(kv_lens.shape[0], longest, launch)
     row, start, _, ends = cut(lengths, launch.split * per_item, most)
     items = Item(cu_q_lens[row], row, start, kv_lens[row] - 1)
     return DecodeWork(ends, per_item[None], items, cu_q_lens[:-1], block_tables)
@@ -96,14 +100,15 @@ def attend(q, pages_k, pages_v, work: DecodeWork, call: Call, *, beside_chunks: 
         call: what is static.
         beside_chunks: there may be few rows of one token, or none.
     """
-    shape, options, launch, interpret = call
+    shape, options, launch, interpret, invariant = call
     num_items, num_rows = work.items.token.shape[0], work.token.shape[0]
     num_programs = max(MIN_PROGRAMS, min(PROGRAMS_PER_ROW * num_rows, MAX_PROGRAMS))
     if beside_chunks:
         num_programs = max(PROGRAMS_BESIDE_CHUNKS, num_rows)
     part = (num_items, shape.num_kv_heads, shape.group)
     sinks = jnp.zeros((shape.num_kv_heads, shape.group)) if options.sinks is None else options.sinks
-    kernel = _Decode(shape, options._replace(sinks=None), launch, options.sinks is not None)
+    in_assembly = invariant and not interpret
+    kernel = _Decode(shape, options._replace(sinks=None), launch, options.sinks is not None, invariant, in_assembly)
     float32 = [jax.ShapeDtypeStruct(size, jnp.float32) for size in (part, part, (*part, shape.head_dim))]
     like_q = jax.ShapeDtypeStruct(q.shape, q.dtype)
     sinks = sinks.reshape(shape.num_kv_heads, shape.group)
@@ -133,6 +138,8 @@ class _Decode(NamedTuple):
     options: Options
     launch: Launch
     has_sinks: bool
+    invariant: bool
+    in_assembly: bool
 
     def attend(
         self, ends, splits_per_item, tokens, item_rows, starts, positions, tables, q_ref, pages_k, pages_v, sinks,
@@ -154,7 +161,8 @@ class _Decode(NamedTuple):
             following = jnp.minimum(item + num_programs, num_items - 1)
             q = plt.load(q_ref.at[token, head, in_group[:, None], columns[None, :]], mask=is_column, other=0)
             context = Context(tables, row, pages_k, pages_v, head)
-            walk = Walk(q, jnp.full(rows, position), context, shape, self.options, launch.context_tile)
+            at = jnp.full(rows, position)
+            walk = Walk(q, at, context, shape, self.options, launch.context_tile, self.in_assembly, self.invariant)
             first = jnp.maximum(start, first_seen(position, self.options, launch.context_tile))
             state = walk.in_splits(first, jnp.minimum(start + size, position + 1), launch.split)
 
@@ -193,7 +201,10 @@ class _Decode(NamedTuple):
         def add(index, state: Running) -> Running:
             # Loaded together, so that the wait is one.
             parts = [load(first + index * SPLITS_PER_SPAN + part) for part in range(SPLITS_PER_SPAN)]
-            as_span, one_by_one = merge(state, reduce(merge, parts)), reduce(merge, parts, state)
+            one_by_one = reduce(merge, parts, state)
+            if self.invariant:
+                return one_by_one
+            as_span = merge(state, reduce(merge, parts))
             return jax.tree.map(partial(jnp.where, splits_per_item[0] == 1), as_span, one_by_one)
 
         @pl.when(last - first > 1)

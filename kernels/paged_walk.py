@@ -22,6 +22,8 @@ from jaxllm.kernels.launches import Launch
 NEGATIVE = -1e30
 """The peak before any score: finite, so that exp(-inf - NEGATIVE) is 0 and not NaN."""
 LOG2E = 1.4426950408889634
+SUM_COLUMNS = 16
+"""As few as a matrix product has."""
 
 
 class Shape(NamedTuple):
@@ -55,6 +57,8 @@ class Call(NamedTuple):
     options: Options
     launch: Launch
     interpret: bool
+    invariant: bool = False
+    """A token's result has the same bits decoded as in a chunk: all sums in an order that its tile does not change."""
 
 
 class Running(NamedTuple):
@@ -139,6 +143,8 @@ class Walk(NamedTuple):
     """Positions of the context that are taken at once."""
     in_assembly: bool = False
     """Weights are computed by a GPU's own instructions, which cannot be interpreted."""
+    sum_by_product: bool = False
+    """Weights are added up by the matrix units, which do so in one order whatever the tile; a reduction does not."""
 
     def in_splits(self, first, last, split: int) -> Running:
         """Positions first to last - 1, of which each query sees what it may; splits are summed up on their own."""
@@ -180,8 +186,13 @@ class Walk(NamedTuple):
         weights = self._weights(scores, factor, peak[:, None])
         shrink = jnp.exp2(state.peak - peak)
         values = self._load(self.context.pages_v, slots, valid)
-        added = plt.dot(weights.astype(values.dtype), values)
-        return Running(peak, state.total * shrink + weights.sum(axis=1), state.values * shrink[:, None] + added)
+        narrow = weights.astype(values.dtype)
+        total = state.total * shrink + (self._sum(narrow) if self.sum_by_product else weights.sum(axis=1))
+        return Running(peak, total, state.values * shrink[:, None] + plt.dot(narrow, values))
+
+    def _sum(self, weights):
+        """Of each row: every column of the product is that sum."""
+        return plt.dot(weights, jnp.ones((self.tile, SUM_COLUMNS), weights.dtype)).max(axis=1)
 
     def _weights(self, scores, factor: float, peak):
         """exp2(scores * factor - peak)."""

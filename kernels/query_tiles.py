@@ -23,6 +23,8 @@ class Sizes(NamedTuple):
     head_dim: int
     single_queries: bool = False
     """No row has more than one query."""
+    invariant: bool = False
+    """A token's result has the same bits decoded as in a chunk."""
 
 
 class Parts(NamedTuple):

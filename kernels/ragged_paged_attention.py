@@ -92,6 +92,7 @@ def ragged_paged_attention(
     k_scale: float = 1.0,
     v_scale: float = 1.0,
     single_queries: bool = False,
+    invariant: bool = False,
     backend: Backend = "xla",
 ) -> Float[Array, "tokens heads head_dim"]:
     """Causal attention of each row's queries over its context; the K/V of the queries are already written.
@@ -111,6 +112,7 @@ def ragged_paged_attention(
         k_scale: factor that turns stored keys into keys (for quantised caches).
         v_scale: factor that turns stored values into values.
         single_queries: no row has more than one query.
+        invariant: a token has the same bits as a row's only query and as one of many; not with "xla".
         backend: the implementation; "xla" runs on any device, "pallas" on NVIDIA GPUs ("pallas_interpret" is the same
             kernels on a CPU, for tests).
 
@@ -119,7 +121,7 @@ def ragged_paged_attention(
         Scores, softmax and sums are float32. The online softmax is FlashAttention's (arXiv:2205.14135).
     """
     _, block_size, num_kv_heads, head_dim = k_cache.shape
-    sizes = Sizes(q.shape[0], block_size, q.shape[1] // num_kv_heads, head_dim, single_queries)
+    sizes = Sizes(q.shape[0], block_size, q.shape[1] // num_kv_heads, head_dim, single_queries, invariant)
     work = prepare_attention(block_tables, kv_lens, cu_q_lens, sizes=sizes, backend=backend)
     options = {"scale": scale, "window": window, "soft_cap": soft_cap, "sinks": sinks}
     return attend(q, k_cache, v_cache, work, **options, k_scale=k_scale, v_scale=v_scale, backend=backend)

@@ -41,6 +41,7 @@ def rotate_and_write(
     *,
     norm: HeadNorm | None = None,
     dtype: jnp.dtype | None = None,
+    invariant: bool = False,
     backend: Backend = "xla",
 ) -> tuple[Float[Array, "tokens heads head_dim"], Array, Array]:
     """Rotated queries, and the cache with the tokens' rotated keys and values.
@@ -55,6 +56,7 @@ def rotate_and_write(
         offset: place in that block.
         norm: applied to queries and keys before they are rotated.
         dtype: of the sum, and of the queries that are returned; by default that of the parts.
+        invariant: a token's result has the same bits among any number of tokens; not with "xla".
         backend: "xla" runs on any device, "pallas" on GPUs.
     """
     dtype = qkv.dtype if dtype is None else dtype
@@ -65,7 +67,12 @@ def rotate_and_write(
         q = rotated[:, :, :-1].reshape(qkv.shape[0], -1, qkv.shape[-1])
         new = (rotated[:, :, -1], qkv[:, :, -1])
         return q, *(_write(pages, kv, block, offset) for pages, kv in zip((k_cache, v_cache), new, strict=True))
-    return _call(qkv, cos, sin, k_cache, v_cache, block, offset, norm, dtype, interpret=backend == "pallas_interpret")
+    # A norm is a sum, whose order depends on how many tokens a program has.
+    tokens = TOKENS_PER_PROGRAM if qkv.shape[1] > MANY_TOKENS and not (norm and invariant) else 1
+    sizes = _Sizes(tokens, qkv.shape[3] - 2, qkv.shape[4], cos.shape[1], norm.eps if norm else None)
+    scale = norm.scale if norm else jnp.zeros((1, 1))
+    arrays = qkv, cos, sin, scale, block, offset, k_cache, v_cache
+    return _call(arrays, sizes, dtype, interpret=backend == "pallas_interpret")
 
 
 def rotate(
@@ -106,15 +113,13 @@ class _Sizes(NamedTuple):
         return self.head_dim - 2 * self.half
 
 
-def _call(qkv, cos, sin, k_cache, v_cache, block, offset, norm: HeadNorm | None, dtype, *, interpret: bool):
-    num_tokens, num_kv_heads, group, head_dim = qkv.shape[1], qkv.shape[2], qkv.shape[3] - 2, qkv.shape[4]
-    tokens = TOKENS_PER_PROGRAM if num_tokens > MANY_TOKENS else 1
-    sizes = _Sizes(tokens, group, head_dim, cos.shape[1], norm.eps if norm else None)
-    scale = norm.scale if norm else jnp.zeros((1, 1))
+def _call(arrays: tuple[Array, ...], sizes: _Sizes, dtype, *, interpret: bool):
+    num_tokens, num_kv_heads, tokens = *arrays[0].shape[1:3], sizes.tokens
+    k_cache, v_cache = arrays[-2:]
     q, k_cache, v_cache = pl.pallas_call(
         partial(_kernel, sizes=sizes),
         out_shape=[
-            jax.ShapeDtypeStruct((num_tokens, num_kv_heads, group, head_dim), dtype),
+            jax.ShapeDtypeStruct((num_tokens, num_kv_heads, sizes.group, sizes.head_dim), dtype),
             jax.ShapeDtypeStruct(k_cache.shape, k_cache.dtype),
             jax.ShapeDtypeStruct(v_cache.shape, v_cache.dtype),
         ],
@@ -123,8 +128,8 @@ def _call(qkv, cos, sin, k_cache, v_cache, block, offset, norm: HeadNorm | None,
         compiler_params=plt.CompilerParams(num_warps=1 if tokens == 1 else 4, num_stages=1),
         interpret=interpret,
         name="rotate_and_write",
-    )(qkv, cos, sin, scale, block, offset, k_cache, v_cache)
-    return q.reshape(num_tokens, -1, head_dim), k_cache, v_cache
+    )(*arrays)
+    return q.reshape(num_tokens, -1, sizes.head_dim), k_cache, v_cache
 
 
 def _kernel(qkv, cos, sin, scale, block, offset, k_in, v_in, q_out, k_out, v_out, *, sizes: _Sizes):

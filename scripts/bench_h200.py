@@ -2,8 +2,8 @@
 
     python3 scripts/bench_h200.py [--folder FOLDER] [--commit HASH] [--only all-8b kernels ...]
 
-One process per model does what one start of an engine can (latency, throughput), one more the kernels; then come
-the starts, and one row with enforce_eager. Needs the engine's own dependencies only, not the command line's. FOLDER is by default $OUT, or benchmarks/.
+One process per model does what one start of an engine can (latency, throughput), one the same with batch_invariant, one
+more the kernels; then come the starts, and one row with enforce_eager. Needs the engine's own dependencies only, not the command line's. FOLDER is by default $OUT, or benchmarks/.
 What fails is said at the end, and the others are measured.
 """
 
@@ -42,6 +42,12 @@ ONE_START = StartupSettings(rounds=1, eager=True)
 PARTS: dict[str, Callable[[], Report]] = {
     **{
         f"all-{name}": partial(report_all, fields, LatencySettings(), ThroughputSettings())
+        for name, fields in MODELS.items()
+    },
+    **{
+        f"invariant-{name}": partial(
+            report_all, {**fields, "batch_invariant": True}, LatencySettings(), ThroughputSettings()
+        )
         for name, fields in MODELS.items()
     },
     "kernels": partial(report_kernels, KernelSettings()),

@@ -3,7 +3,8 @@
     python3 scripts/bench_orbax.py [--model llama-3.1-8b] [--scratch FOLDER] [--folder FOLDER] [--commit HASH]
 
 Random weights are made on the device, written, and restored by another process, whose peak resident memory on the
-host is measured, too (on a CPU the weights themselves are part of it). The files were written just before, so they
+host is measured, too: all of it, and what was resident before, with the GPU's memory taken and no weight read (on a
+CPU the weights themselves are part of it). The files were written just before, so they
 are read from the page cache where that is large enough. FOLDER is by default $OUT, or benchmarks/.
 """
 
@@ -24,6 +25,7 @@ sys.path.insert(0, str(ROOT))
 
 import jax  # noqa: E402 - a checkout that is not installed is measured, too
 import jax.numpy as jnp  # noqa: E402
+from jax.sharding import NamedSharding, PartitionSpec  # noqa: E402
 
 from jaxllm.bench.report import Figure, Report, describe_machine, round_to, show_number  # noqa: E402
 from jaxllm.config import EngineConfig  # noqa: E402
@@ -42,6 +44,12 @@ def main() -> int:
     parser.add_argument("--folder", type=Path, default=Path(os.environ.get("OUT") or ROOT / "benchmarks"))
     parser.add_argument("--commit", help="the commit, where the checkout is a copy without its history")
     parser.add_argument("--tensor-parallel-size", type=int, default=1, help="devices to restore to")
+    parser.add_argument(
+        "--gpu-memory-utilization",
+        type=float,
+        default=0.9,
+        help="share of each GPU to take; the driver may need host memory in proportion",
+    )
     parser.add_argument("--step", choices=("write", "restore"), help="do this one in this process")
     arguments = parser.parse_args()
     if arguments.step == "write":
@@ -62,26 +70,30 @@ def main() -> int:
 def _run(step: str, arguments: argparse.Namespace, scratch: Path) -> int:
     command = [sys.executable, __file__, "--step", step, "--scratch", scratch, "--model", arguments.model]
     command += ["--folder", arguments.folder, "--tensor-parallel-size", str(arguments.tensor_parallel_size)]
+    command += ["--gpu-memory-utilization", str(arguments.gpu_memory_utilization)]
     command += ["--commit", arguments.commit] if arguments.commit else []
     return subprocess.run(command, cwd=ROOT).returncode
 
 
 def _restore(arguments: argparse.Namespace) -> int:
     size = arguments.tensor_parallel_size
-    config = EngineConfig(str(arguments.scratch), tensor_parallel_size=size)
+    share = arguments.gpu_memory_utilization
+    config = EngineConfig(str(arguments.scratch), tensor_parallel_size=size, gpu_memory_utilization=share)
     prepare_devices(config)
     with open_source(config) as source:
         mesh = make_mesh(config)
         specs = define_model(
             split_over(source.config, size), Setting(jnp.dtype(source.config.dtype), mesh, "xla")
         ).specs
+        # The first array makes XLA take its share of the device, and the driver what it needs for it on the host.
+        jax.block_until_ready(jnp.zeros(1, device=NamedSharding(mesh, PartitionSpec())))
         before, start = _peak_gib(), time.perf_counter()
         params = source.load(specs)
         jax.block_until_ready(params)
         seconds = time.perf_counter() - start
     gigabytes = sum(array.nbytes for array in params.values()) / 1e9
     details = {"seconds": round_to(seconds), "gigabytes": round_to(gigabytes), "devices": size}
-    memory = {"before_gib": round_to(before)}
+    memory = {"before_gib": round_to(before), "gpu_memory_utilization": share}
     figures = [
         Figure("restore from Orbax's format", round_to(gigabytes / seconds), "GB/s", details),
         Figure("peak resident host memory while restoring", round_to(_peak_gib()), "GiB", memory),

@@ -32,7 +32,7 @@ from jaxllm.bench.report import Figure, Report, describe_machine, round_to, show
 from jaxllm.bench.throughput import run_workload  # noqa: E402
 from jaxllm.bench.workloads import nano, random_prompt  # noqa: E402
 from jaxllm.llm import LLM  # noqa: E402
-from jaxllm.runner import host_memory, model_runner  # noqa: E402
+from jaxllm.runner import host_memory, programs  # noqa: E402
 from jaxllm.runner.buckets import Bucket, BucketLadder  # noqa: E402
 from jaxllm.sampling_params import SamplingParams  # noqa: E402
 from jaxllm.scheduling.host_tier import HostTier  # noqa: E402
@@ -146,7 +146,7 @@ def _measure(scale: Scale, parts: list[str]) -> Report:
         tuple(Bucket(size, size, admits=False) for size in scale.decode),
         tuple(Bucket(size, min(size, rows), admits=True) for size in scale.mixed),
     )
-    model_runner.make_ladder = lambda *_: ladder
+    programs.make_ladder = lambda *_: ladder
     start = time.perf_counter()
     with LLM(**scale.engine) as llm:
         print(f"ready after {time.perf_counter() - start:.0f} s", file=sys.stderr, flush=True)
@@ -156,7 +156,7 @@ def _measure(scale: Scale, parts: list[str]) -> Report:
         machine = describe_machine(runner.mesh.devices.flat)
         parameters = {
             "engine": dataclasses.asdict(llm.engine.config),
-            "buckets": [bucket.name for bucket in runner.ladder.all],
+            "buckets": [bucket.name for bucket in runner.programs.ladder.all],
             "chunk_tokens": runner.size.chunk_tokens,
             "chunk_bytes": runner.host.chunk_bytes,
         }

@@ -37,7 +37,7 @@ from jaxllm.bench.settings import LatencySettings  # noqa: E402
 from jaxllm.bench.throughput import run_workload  # noqa: E402
 from jaxllm.bench.workloads import nano, same_length  # noqa: E402
 from jaxllm.llm import LLM  # noqa: E402
-from jaxllm.runner import model_runner  # noqa: E402
+from jaxllm.runner import programs  # noqa: E402
 from jaxllm.runner.buckets import Bucket, BucketLadder  # noqa: E402
 from jaxllm.sampling_params import SamplingParams  # noqa: E402
 
@@ -175,7 +175,7 @@ def _engine_part(part: str, scale: Scale) -> Report:
         tuple(Bucket(size, size, admits=False) for size in scale.decode),
         tuple(Bucket(size, min(size, rows), admits=True) for size in scale.mixed),
     )
-    model_runner.make_ladder = lambda *_: ladder
+    programs.make_ladder = lambda *_: ladder
     start = time.perf_counter()
     with LLM(**fields) as llm:
         print(f"{part}: ready after {time.perf_counter() - start:.0f} s", file=sys.stderr, flush=True)
@@ -187,7 +187,7 @@ def _engine_part(part: str, scale: Scale) -> Report:
             "engine": dataclasses.asdict(llm.engine.config),
             "latency": dataclasses.asdict(scale.latency),
         }
-        parameters["buckets"] = [bucket.name for bucket in runner.ladder.all]
+        parameters["buckets"] = [bucket.name for bucket in runner.programs.ladder.all]
         assert runner.num_compiles_since_ready == 0, "something was compiled while it was timed"
     return Report("tensor-parallel", fields["model"], machine, parameters, figures)
 
@@ -241,7 +241,7 @@ def _golden(demo: str) -> Report | None:
     cases = json.loads((ROOT / "tests" / "data" / "smollm2_greedy.json").read_text())["cases"]
     fields = {"dtype": "float32", "max_model_len": 2048, "max_num_seqs": 16, "max_num_batched_tokens": 512}
     ladder = BucketLadder((Bucket(16, 16, admits=False),), (Bucket(512, 16, admits=True),))
-    model_runner.make_ladder = lambda *_: ladder
+    programs.make_ladder = lambda *_: ladder
     figures = []
     for size in (1, 2):
         # 9 query and 3 K/V heads: two devices have two places for K/V heads each, one of which stays empty.

@@ -55,6 +55,8 @@ class Admission:
             ApiError: 400 if the id is in use or the request can never enter, 429 if too many wait, 503 if the server ends.
         """
         self._check(request_id, num_answers)
+        if not self._entered:  # the time in which nobody was there says nothing
+            self._last_left = time.monotonic()
         self._entered[request_id] = num_answers
         self._num_answers += num_answers
         self._empty.clear()
@@ -62,6 +64,13 @@ class Admission:
             yield
         finally:
             self._leave(request_id)
+
+    def check_size(self, num_answers: int) -> None:
+        """Raises ApiError if a request for so many answers can never enter."""
+        if num_answers > self._limit:
+            raise bad_request(
+                f"the request asks for {num_answers} answers, but {self._limit} is the most this server takes"
+            )
 
     async def wait_empty(self) -> None:
         await self._empty.wait()
@@ -72,21 +81,24 @@ class Admission:
         if request_id in self._entered:
             message = f"request_id={request_id!r} belongs to a request that is not finished: use another one"
             raise bad_request(message, param="request_id")
-        limit = self.max_running + self._max_waiting
-        if num_answers > limit:
-            raise bad_request(f"the request asks for {num_answers} answers, but {limit} is the most this server takes")
-        if self._num_answers + num_answers > limit:
+        self.check_size(num_answers)
+        if self._num_answers + num_answers > self._limit:
             headers = {"Retry-After": str(round(self._retry_after))}
-            message = f"{self._num_answers} answers are running or waiting, and {limit} may: try again later"
+            message = f"{self._num_answers} answers are running or waiting, and {self._limit} may: try again later"
             raise ApiError(429, message, code="queue_full", headers=headers)
 
     def _leave(self, request_id: str) -> None:
-        self._num_answers -= self._entered.pop(request_id)
+        num_answers = self._entered.pop(request_id)
+        self._num_answers -= num_answers
         if not self._entered:
             self._empty.set()
         now = time.monotonic()
-        self._seconds_per_answer += _SMOOTHING * (now - self._last_left - self._seconds_per_answer)
+        self._seconds_per_answer += _SMOOTHING * ((now - self._last_left) / num_answers - self._seconds_per_answer)
         self._last_left = now
+
+    @property
+    def _limit(self) -> int:
+        return self.max_running + self._max_waiting
 
     @property
     def _retry_after(self) -> float:

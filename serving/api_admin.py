@@ -10,14 +10,14 @@ from starlette.types import ASGIApp
 from jaxllm.serving.endpoint import Endpoint
 from jaxllm.serving.errors import ApiError, json_response
 from jaxllm.serving.generation import engine_ids
-from jaxllm.serving.requests import RequestModel, read_request
+from jaxllm.serving.requests import Items, RequestModel, read_request
 from jaxllm.serving.service import Service
 
 
 class AbortRequest(RequestModel):
     """Which requests to end where they are."""
 
-    request_ids: list[str]
+    request_ids: Items[str]
     """Ids of responses, as chatcmpl-..."""
 
 

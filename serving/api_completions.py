@@ -13,7 +13,7 @@ from jaxllm.serving.answering import answer, new_id
 from jaxllm.serving.endpoint import Endpoint
 from jaxllm.serving.generation import Generation, get_timeout
 from jaxllm.serving.logprobs import CompletionLogprobsWriter, prompt_logprobs_body
-from jaxllm.serving.prompts import encode_prompts
+from jaxllm.serving.prompts import as_prompts, encode_prompts
 from jaxllm.serving.protocol import Usage
 from jaxllm.serving.protocol_completions import Completion, CompletionChoice, CompletionLogprobs, CompletionRequest
 from jaxllm.serving.requests import read_request
@@ -29,7 +29,9 @@ async def create_completion(request: Request) -> ASGIApp:
     body = await read_request(request, CompletionRequest)
     service.check_model(body.model)
     params = completion_params(body)
-    prompts = await encode_prompts(service, body.prompt, body.add_special_tokens)
+    given = as_prompts(body.prompt)
+    service.admission.check_size(len(given) * params.n)
+    prompts = await encode_prompts(service, given, body.add_special_tokens)
     request_id = new_id("cmpl", body.request_id)
     timeout = get_timeout(service, request)
     priority, only_prompt = body.priority or 0, body.max_tokens == 0
@@ -45,9 +47,9 @@ def _vocabulary(service: Service, body: CompletionRequest) -> TextVocabulary:
 
 def _echoes(service: Service, body: CompletionRequest, prompts: list[list[int]]) -> list[str]:
     """The text of each prompt."""
-    given = [body.prompt] if isinstance(body.prompt, str) else body.prompt
+    given = as_prompts(body.prompt)
     if isinstance(given[0], str):
-        return [text for text in given if isinstance(text, str)]
+        return given
     vocabulary = _vocabulary(service, body)
     return [vocabulary.text(token_ids) for token_ids in prompts]
 

@@ -7,6 +7,7 @@ The invariant: whatever goes wrong ends with one message on standard error that 
 from __future__ import annotations
 
 import importlib
+import io
 import os
 import sys
 import traceback
@@ -48,6 +49,7 @@ _UNEXPECTED = (
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command line (by default this process's); returns the exit code."""
+    _mend_streams()
     try:
         try:
             return _run(parse(arguments))
@@ -76,6 +78,18 @@ def parse(arguments: Sequence[str] | None = None) -> AnyCommand:
         args=arguments,
         config=(tyro.conf.OmitArgPrefixes, tyro.conf.OmitSubcommandPrefixes),
     )
+
+
+def _mend_streams() -> None:
+    """Have all three streams, and lose no answer to a character that one of them does not know."""
+    if sys.stdin is None:  # closed, and the next file to be opened would get its number
+        sys.stdin = open(os.devnull, encoding="utf-8")  # noqa: SIM115 - as long as the process lives
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115
+    for stream, errors in ((sys.stdin, "surrogateescape"), (sys.stdout, "backslashreplace")):
+        if isinstance(stream, io.TextIOWrapper) and stream.errors == "strict":
+            stream.reconfigure(errors=errors)
 
 
 def _run(command: AnyCommand) -> int:

@@ -29,6 +29,7 @@ from jaxllm.serving.cli_commands import (
     EngineFlags,
 )
 from jaxllm.serving.cli_flags import get_fields
+from jaxllm.serving.cli_output import check_writable
 
 STANDARD_OUTPUT = "-"
 _WIDTH_OF_FILES = 200
@@ -37,6 +38,8 @@ _WIDTH_OF_FILES = 200
 
 def run(command: Bench) -> None:
     benchmark = command.benchmark
+    if benchmark.json not in (None, STANDARD_OUTPUT):
+        check_writable(benchmark.json, "json")
     report = _RUNNERS[type(benchmark)](benchmark)
     _show(report, Console(stderr=benchmark.json == STANDARD_OUTPUT, highlight=False))
     if benchmark.json == STANDARD_OUTPUT:
@@ -52,15 +55,15 @@ def _fields(flags: EngineFlags) -> dict[str, Any]:
 
 
 def _latency(command: BenchLatency) -> Report:
-    return runs.report_latency(_fields(command.engine), command.latency)
+    return runs.report_latency(_fields(command.engine), command.latency.make_settings())
 
 
 def _throughput(command: BenchThroughput) -> Report:
-    return runs.report_throughput(_fields(command.engine), command.throughput)
+    return runs.report_throughput(_fields(command.engine), command.throughput.make_settings())
 
 
 def _startup(command: BenchStartup) -> Report:
-    return runs.report_startup(_fields(command.engine), command.startup)
+    return runs.report_startup(_fields(command.engine), command.startup.make_settings())
 
 
 def _kernels(command: BenchKernels) -> Report:
@@ -68,12 +71,14 @@ def _kernels(command: BenchKernels) -> Report:
 
 
 def _all(command: BenchAll) -> Report:
-    return runs.report_all(_fields(command.engine), command.latency, command.throughput)
+    return runs.report_all(_fields(command.engine), command.latency.make_settings(), command.throughput.make_settings())
 
 
 def _serve(command: BenchServe) -> Report:
     # Both need packages that no other benchmark does: a missing one is known before anything is measured.
     plot = importlib.import_module("jaxllm.bench.plot").plot_serve if command.plot is not None else None
+    if command.plot is not None:
+        check_writable(command.plot, "plot")
     report = importlib.import_module("jaxllm.bench.serve").report_serve(command.url, command.load.make_settings())
     if command.plot is not None and plot is not None:
         plot(report, Path(command.plot))

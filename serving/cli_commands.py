@@ -124,6 +124,23 @@ class LatencyFlags(LatencySettings):
 
     rows: Annotated[tuple[int, ...], commas(int)] = LatencySettings.rows
 
+    def __post_init__(self) -> None:
+        """No check here, where the message would name tyro's insides: `make_settings` checks."""
+
+    def make_settings(self) -> LatencySettings:
+        return LatencySettings(**get_fields(self))
+
+
+@dataclass(frozen=True)
+class StartupFlags(StartupSettings):
+    """What is measured."""
+
+    def __post_init__(self) -> None:
+        """No check here, where the message would name tyro's insides: `make_settings` checks."""
+
+    def make_settings(self) -> StartupSettings:
+        return StartupSettings(**get_fields(self))
+
 
 @dataclass(frozen=True)
 class KernelFlags(KernelSettings):
@@ -164,7 +181,18 @@ class LoadFlags(ServeSettings):
 
 
 @dataclass(frozen=True)
-class ThroughputSizes(ThroughputSettings):
+class ThroughputFlags(ThroughputSettings):
+    """What is measured."""
+
+    def __post_init__(self) -> None:
+        """No check here, where the message would name tyro's insides: `make_settings` checks."""
+
+    def make_settings(self) -> ThroughputSettings:
+        return ThroughputSettings(**get_fields(self))
+
+
+@dataclass(frozen=True)
+class ThroughputSizes(ThroughputFlags):
     """How large the workloads are."""
 
     workload: Suppress[WorkloadName] = "nano"
@@ -176,11 +204,9 @@ Sampling = Annotated[SamplingFlags, arg(name="", constructor=by_topic(SamplingFl
 Server = Annotated[ServerFlags, arg(name="", constructor=by_topic(ServerFlags, SERVER_TOPICS))]
 Files = Annotated[FileFlags, arg(name="", constructor=by_topic(FileFlags, {"input and output": "input"}))]
 Latency = Annotated[LatencyFlags, arg(name="", constructor=by_topic(LatencyFlags, {"latency": "rows"}))]
-Throughput = Annotated[
-    ThroughputSettings, arg(name="", constructor=by_topic(ThroughputSettings, {"throughput": "workload"}))
-]
+Throughput = Annotated[ThroughputFlags, arg(name="", constructor=by_topic(ThroughputFlags, {"throughput": "workload"}))]
 Workloads = Annotated[ThroughputSizes, arg(name="", constructor=by_topic(ThroughputSizes, {"workloads": "workload"}))]
-Startup = Annotated[StartupSettings, arg(name="", constructor=by_topic(StartupSettings, {"startup": "rounds"}))]
+Startup = Annotated[StartupFlags, arg(name="", constructor=by_topic(StartupFlags, {"startup": "rounds"}))]
 Kernels = Annotated[KernelFlags, arg(name="", constructor=by_topic(KernelFlags, {"kernels": "decode"}))]
 Recording = Annotated[ProfileFlags, arg(name="", constructor=by_topic(ProfileFlags, {"profile": "rows"}))]
 Load = Annotated[LoadFlags, arg(name="", constructor=by_topic(LoadFlags, {"load": "concurrency"}))]

@@ -18,7 +18,7 @@ from jaxllm.sampling_params import SamplingParams
 from jaxllm.serving.cli_commands import Generate
 from jaxllm.serving.cli_flags import get_fields
 from jaxllm.serving.cli_input import STANDARD_INPUT, PromptRow, read_rows, rows_of_arguments
-from jaxllm.serving.cli_output import choose_layout, open_output, write_answers
+from jaxllm.serving.cli_output import choose_layout, open_output, start_over, write_answers
 
 
 def run(command: Generate) -> None:
@@ -30,8 +30,10 @@ def run(command: Generate) -> None:
             _check_template(llm, config.model, rows)
             prompts = [_encode(llm, row) for row in rows]
             start = time.perf_counter()
-            outputs = llm.generate(prompts, [row.params for row in rows], use_tqdm=sys.stderr.isatty())
+            params, priority = [row.params for row in rows], [row.priority for row in rows]
+            outputs = llm.generate(prompts, params, use_tqdm=sys.stderr.isatty(), priority=priority)
             seconds = time.perf_counter() - start
+        start_over(file)
         write_answers(file, layout, rows, outputs)
     print(_describe_speed(outputs, seconds), file=sys.stderr)
 
@@ -70,7 +72,7 @@ def _encode(llm: LLM, row: PromptRow) -> Prompt:
         assert prompt is not None, "a row without prompt and messages"
         # With a seed, the engine draws none: the answers are those of `LLM.generate` called in a program.
         params = dataclasses.replace(row.params, seed=0)
-        _, request = llm.engine.make_request(row.request_id, prompt, params)
+        _, request = llm.engine.make_request(row.request_id, prompt, params, row.priority)
     except ValueError as error:
         raise ValueError(f"{row.origin}: {error}") from error
     return request.prompt_ids

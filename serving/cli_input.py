@@ -13,13 +13,14 @@ from pathlib import Path
 from typing import Any, Literal
 
 from jaxllm.engine.chat_template import Message, check_messages
+from jaxllm.engine.request_maker import check_priority
 from jaxllm.sampling_params import SamplingParams
 from jaxllm.serving.cli_params import NAMES, change_params, suggest
 
 type Format = Literal["auto", "text", "jsonl"]
 
 STANDARD_INPUT = "-"
-_OWN_KEYS = ("prompt", "messages", "request_id")
+_OWN_KEYS = ("prompt", "messages", "request_id", "priority")
 
 
 @dataclass(frozen=True)
@@ -32,13 +33,16 @@ class PromptRow:
     prompt: str | None
     messages: Sequence[Message] | None
     params: SamplingParams
+    priority: int = 0
 
     def __post_init__(self) -> None:
         """
         Raises:
             ValueError: a text cannot be encoded; the message says where it was.
         """
-        texts = [self.prompt] if self.messages is None else [message["content"] for message in self.messages]
+        texts = [self.request_id, self.prompt]
+        if self.messages is not None:  # of which the answers' file shows all
+            texts += [message["content"] for message in self.messages] + [json.dumps(self.messages, ensure_ascii=False)]
         try:
             for text in texts:
                 check_text(text or "")
@@ -130,7 +134,8 @@ def _parse_row(line: Line, default_id: str, params: SamplingParams) -> PromptRow
     except ValueError as error:
         raise ValueError(f"{line.origin}: {error}") from error
     request_id = str(values.get("request_id", default_id))
-    return PromptRow(line.origin, request_id, values.get("prompt"), values.get("messages"), params)
+    prompt, messages, priority = values.get("prompt"), values.get("messages"), values.get("priority", 0)
+    return PromptRow(line.origin, request_id, prompt, messages, params, priority)
 
 
 def _parse_object(text: str) -> dict[str, Any]:
@@ -140,6 +145,8 @@ def _parse_object(text: str) -> dict[str, Any]:
         raise ValueError(
             f"it is not JSON: {error.msg} at column {error.colno} (for lines of text give --input-format text)"
         ) from error
+    except RecursionError as error:
+        raise ValueError("it is nested too deeply: write an object of texts and numbers") from error
     if not isinstance(values, dict):
         raise ValueError(f'it is a JSON {type(values).__name__}: write an object, as {{"prompt": "Hello"}}')
     return values
@@ -158,3 +165,4 @@ def _check_keys(values: dict[str, Any]) -> None:
     request_id = values.get("request_id", "")
     if not isinstance(request_id, str | int):
         raise ValueError(f"request_id={request_id!r} is not valid: give a text or a number")
+    check_priority(values.get("priority", 0))

@@ -1,12 +1,15 @@
 """Writes what `jaxllm generate` made, as text to read or as JSONL for a program.
 
-The invariant: a row of JSONL holds what was asked as it was asked (prompt or messages), and keys named as vLLM's fields and OpenAI's `usage`.
+The invariants: a row of JSONL holds what was asked as it was asked (prompt or messages), and keys named as vLLM's
+fields and OpenAI's `usage`; what a file held stays in it until there is something to write instead.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import json
+import os
+import stat
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -21,8 +24,12 @@ from jaxllm.serving.cli_input import Format, PromptRow, is_named_jsonl
 
 
 @contextmanager
-def open_output(path: str | None) -> Iterator[TextIO]:
-    """The file to write to, empty; standard output for None.
+def open_output(path: str | None, field: str = "output") -> Iterator[TextIO]:
+    """The file to write to, once `start_over` was called; standard output for None.
+
+    Args:
+        path: of the file.
+        field: that named it, for messages.
 
     Raises:
         ValueError: it cannot be written.
@@ -31,11 +38,30 @@ def open_output(path: str | None) -> Iterator[TextIO]:
         yield sys.stdout
         return
     try:
-        file = Path(path).expanduser().open("w", encoding="utf-8")
+        file = Path(path).expanduser().open("a", encoding="utf-8")
     except OSError as error:
-        raise ValueError(f"output={path!r} cannot be written: {error.strerror}: name another file") from error
+        raise ValueError(f"{field}={path!r} cannot be written: {error.strerror}: name another file") from error
     with file:
         yield file
+
+
+def start_over(file: TextIO) -> None:
+    """Empty a file of `open_output`; standard output, pipes and devices are as they are."""
+    if file is not sys.stdout and stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+        file.truncate(0)
+
+
+def check_writable(path: str, field: str) -> None:
+    """Before hours of work: whether their result can be written to a new file or over an old one, in a folder that is
+    made if need be.
+
+    Raises:
+        ValueError: it cannot.
+    """
+    file = Path(path).absolute()
+    place = next(one for one in (file, *file.parents) if one.exists())
+    if file.is_dir() or (place != file and not place.is_dir()) or not os.access(place, os.W_OK):
+        raise ValueError(f"{field}={path!r} cannot be written, because of {place}: name another file")
 
 
 def choose_layout(layout: Format, path: str | None) -> Format:

@@ -19,6 +19,7 @@ from jaxllm.llm import LLM
 from jaxllm.profiling import tables
 from jaxllm.serving.cli_commands import Profile
 from jaxllm.serving.cli_flags import get_fields
+from jaxllm.serving.cli_output import check_writable
 
 STANDARD_OUTPUT = "-"
 _WIDTH_OF_FILES = 200
@@ -27,6 +28,8 @@ _WIDTH_OF_FILES = 200
 
 def run(command: Profile) -> None:
     settings = command.recording.make_settings()
+    if command.json not in (None, STANDARD_OUTPUT):
+        check_writable(command.json, "json")
     fields = get_fields(command.engine.make_config())
     with LLM(**fields) as llm:
         profile = profile_decode(llm.engine, settings)
@@ -39,7 +42,9 @@ def run(command: Profile) -> None:
     if command.json == STANDARD_OUTPUT:
         print(text, end="")
     elif command.json is not None:
-        Path(command.json).write_text(text, encoding="utf-8")
+        path = Path(command.json)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text, encoding="utf-8")
 
 
 def _show(shown: Iterable[tables.Table], console: Console) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 import re
 from collections.abc import Mapping
+from dataclasses import fields
 from typing import TypedDict
 
 import msgspec
@@ -16,11 +17,14 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from jaxllm.engine.async_llm import EngineDeadError
+from jaxllm.sampling_params import SamplingParams
 
 logger = logging.getLogger(__name__)
 
 _TYPES = {429: "rate_limit_error", 503: "service_unavailable_error", 504: "timeout_error"}
-_FIELD = re.compile(r"(\w+)[=\[]")
+_FIRST_WORD = re.compile(r"\w+")
+_FIELDS = {item.name for item in fields(SamplingParams)} | {"prompt", "messages", "priority", "cache_salt"}
+"""What the messages of checks begin with."""
 
 
 class ErrorDetail(TypedDict):
@@ -92,8 +96,8 @@ def as_api_error(error: BaseException) -> ApiError:
         case EngineDeadError():
             return ApiError(500, f"the engine cannot go on: {error}", code="engine_dead")
         case ValueError():
-            found = _FIELD.match(str(error))
-            return bad_request(str(error), param=found[1] if found else None)
+            found = _FIRST_WORD.match(str(error))
+            return bad_request(str(error), param=found[0] if found and found[0] in _FIELDS else None)
     logger.error("a request failed", exc_info=error)
     return ApiError(500, "an error inside the server: its log says more", code="internal_error")
 

@@ -15,6 +15,7 @@ from typing import Any
 from starlette.requests import Request
 from starlette.types import Receive
 
+from jaxllm.engine.async_llm import EngineDeadError
 from jaxllm.engine.request_maker import TokensPrompt
 from jaxllm.outputs import RequestOutput
 from jaxllm.sampling_params import SamplingParams
@@ -80,10 +81,16 @@ class Generation:
             prompt["cache_salt"] = self.cache_salt
         watch = _Watch(self.service, self.params)
         engine_id, priority = self.engine_id(index), self.priority
-        async with aclosing(self.service.engine.generate(prompt, self.params, engine_id, priority)) as outputs:
-            async for output in outputs:
-                watch.note(output)
-                await emit(index, _without_answer(output) if self.only_prompt else output)
+        try:
+            async with aclosing(self.service.engine.generate(prompt, self.params, engine_id, priority)) as outputs:
+                async for output in outputs:
+                    watch.note(output)
+                    await emit(index, _without_answer(output) if self.only_prompt else output)
+        except ValueError:  # it was refused: no answer began
+            raise
+        except BaseException as error:
+            watch.note_break("error" if isinstance(error, EngineDeadError) else "abort")
+            raise
 
     def engine_id(self, index: int) -> str:
         """The engine's id of a prompt."""
@@ -107,22 +114,32 @@ class _Watch:
 
     def __init__(self, service: Service, params: SamplingParams) -> None:
         self._metrics = service.metrics
-        self._metrics.observe_start(params)
+        self._params = params
         self._num_generated = 0
         self._last_time: float | None = None
         self._reasons: list[str] = []
 
     def note(self, output: RequestOutput) -> None:
+        now, times = time.monotonic(), output.metrics
+        assert times is not None, "outputs of a server's engine have times"
+        if self._last_time is None:
+            self._metrics.observe_first(times)
+        else:
+            self._metrics.observe_gap(now - self._last_time)
+        self._last_time = now
         for answer in output.outputs:
             self._num_generated += len(answer.token_ids)
             if answer.finish_reason is not None:
                 self._reasons.append(answer.finish_reason)
-        if output.finished and output.metrics is not None:
-            self._metrics.observe_end(self._reasons, len(output.prompt_token_ids), self._num_generated, output.metrics)
-        now = time.monotonic()
-        if self._last_time is not None:
-            self._metrics.observe_gap(now - self._last_time)
-        self._last_time = now
+        if output.finished:
+            self._metrics.observe_end(self._params, len(output.prompt_token_ids), self._num_generated, times)
+            self._metrics.count_ends(self._reasons)
+
+    def note_break(self, reason: str) -> None:
+        """Nothing more comes: the client or the engine is gone, or the time is over."""
+        num_unfinished = self._params.n - len(self._reasons)
+        if num_unfinished:
+            self._metrics.count_ends([*self._reasons, *[reason] * num_unfinished])
 
 
 async def until_gone[T](receive: Receive, work: Coroutine[Any, Any, T]) -> T:

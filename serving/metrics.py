@@ -87,7 +87,7 @@ class Metrics:
             name: self._make(Histogram, name, text, buckets=buckets).labels(**self._label)
             for name, text, buckets in _HISTOGRAMS
         }
-        self._success = self._make(Counter, "request_success", "Finished requests.", ("finished_reason",))
+        self._success = self._make(Counter, "request_success", "Answers by how they ended.", ("finished_reason",))
         self._rejections = self._make(Counter, "admission_rejections", "Requests refused as too many waited.")
         self._rejections.labels(**self._label)
         self._http = self._make(Counter, "http_requests", "Requests by route and status.", ("route", "status"))
@@ -102,28 +102,34 @@ class Metrics:
         """Between two outputs of a stream."""
         self._between_tokens.observe(seconds)
 
-    def observe_start(self, params: SamplingParams) -> None:
-        """A prompt is given to the engine."""
+    def observe_first(self, times: RequestTimes) -> None:
+        """Something of the answers to a prompt came; known at once of a stream, also of one that nobody reads to its end."""
+        scheduled, first = times.first_scheduled_time, times.first_token_time
+        if scheduled is None or first is None:  # aborted before
+            return
+        self._observe("time_to_first_token_seconds", first - times.arrival_time)
+        self._observe("request_queue_time_seconds", scheduled - times.arrival_time)
+        self._observe("request_prefill_time_seconds", first - scheduled)
+
+    def count_ends(self, reasons: Sequence[str]) -> None:
+        """Answers ended for these reasons."""
+        for reason in reasons:
+            self._success.labels(**self._label, finished_reason=reason).inc()
+
+    def observe_end(self, params: SamplingParams, num_prompt: int, num_generated: int, times: RequestTimes) -> None:
+        """All answers to a prompt are finished."""
         self._observe("request_params_n", params.n)
         if params.max_tokens is not None:
             self._observe("request_params_max_tokens", params.max_tokens)
-
-    def observe_end(self, reasons: Sequence[str], num_prompt: int, num_generated: int, times: RequestTimes) -> None:
-        """All answers to a prompt are finished, for these reasons."""
-        for reason in reasons:
-            self._success.labels(**self._label, finished_reason=reason).inc()
         self._observe("request_prompt_tokens", num_prompt)
         self._observe("request_generation_tokens", num_generated)
         scheduled, first, last = times.first_scheduled_time, times.first_token_time, times.last_token_time
         if scheduled is None or first is None or last is None:  # aborted before
             return
-        self._observe("time_to_first_token_seconds", first - times.arrival_time)
         self._observe("e2e_request_latency_seconds", last - times.arrival_time)
-        self._observe("request_queue_time_seconds", scheduled - times.arrival_time)
-        self._observe("request_prefill_time_seconds", first - scheduled)
         self._observe("request_decode_time_seconds", last - first)
         self._observe("request_inference_time_seconds", last - scheduled)
-        per_answer = num_generated / len(reasons)
+        per_answer = num_generated / params.n
         if per_answer > 1:
             self._observe("request_time_per_output_token_seconds", (last - first) / (per_answer - 1))
 

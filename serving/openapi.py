@@ -15,7 +15,7 @@ from jaxllm.serving.errors import ErrorBody
 
 _REFERENCE = "#/components/schemas/{model}"
 _EVERYWHERE = (401, 500, 503)
-_WITH_BODY = (400, 408, 413)
+_WITH_BODY = (400, 408, 413, 415)
 _PARAMETER = re.compile(r"\{(\w+):path\}")
 
 

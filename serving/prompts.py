@@ -6,7 +6,7 @@ The invariant: a long text is tokenized in a thread, so that no stream waits for
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from jaxllm.engine.tokenizer import Tokenizer
@@ -18,11 +18,14 @@ _LONG = 8192
 """Characters that take about a millisecond."""
 
 
+async def in_thread_if_long[T](size: int, work: Callable[[], T]) -> T:
+    """What `work` returns, which handles `size` characters or tokens."""
+    return work() if size < _LONG else await asyncio.to_thread(work)
+
+
 async def encode_text(tokenizer: Tokenizer, text: str, add_special_tokens: bool) -> list[int]:
     """Token ids of a text."""
-    if len(text) < _LONG:
-        return tokenizer.encode(text, add_special_tokens)
-    return await asyncio.to_thread(tokenizer.encode, text, add_special_tokens)
+    return await in_thread_if_long(len(text), lambda: tokenizer.encode(text, add_special_tokens))
 
 
 async def encode_chat(service: Service, request: ChatPromptFields) -> list[int]:
@@ -33,25 +36,29 @@ async def encode_chat(service: Service, request: ChatPromptFields) -> list[int]:
         ValueError: the template refuses the messages, or the model has none.
     """
     size = sum(len(text_of(message)) for message in request.messages)
-    render = (_render, service, request)
-    text = render[0](*render[1:]) if size < _LONG else await asyncio.to_thread(*render)
+    text = await in_thread_if_long(size, lambda: _render(service, request))
     return await encode_text(service.tokenizer, text, request.add_special_tokens)
 
 
-async def encode_prompts(service: Service, prompt: Any, add_special_tokens: bool) -> list[list[int]]:
-    """Token ids of each prompt in a request's field `prompt`.
+def as_prompts(prompt: Any) -> list[Any]:
+    """The prompts in a request's field `prompt`: texts, or token ids of each."""
+    return [prompt] if isinstance(prompt, str) or isinstance(prompt[0], int) else prompt
+
+
+async def encode_prompts(service: Service, prompts: Sequence[Any], add_special_tokens: bool) -> list[list[int]]:
+    """Token ids of each of these prompts.
 
     Raises:
         ApiError: one of them is empty, or holds what is no token.
     """
-    if isinstance(prompt, str) or isinstance(prompt[0], int):
-        prompt = [prompt]
-    for one in prompt:
-        if isinstance(one, str):
-            service.check_text(one, "prompt")
-    encoded = [
-        await encode_text(service.tokenizer, one, add_special_tokens) if isinstance(one, str) else one for one in prompt
-    ]
+    texts = [one for one in prompts if isinstance(one, str)]
+    for text in texts:
+        service.check_text(text, "prompt")
+    encode = service.tokenizer.encode
+    size = sum(map(len, texts))
+    encoded = await in_thread_if_long(
+        size, lambda: [encode(one, add_special_tokens) if isinstance(one, str) else one for one in prompts]
+    )
     vocab_size = service.engine.model_config.vocab_size
     for token_ids in encoded:
         if not token_ids:

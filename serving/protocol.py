@@ -5,11 +5,11 @@ The invariant: names and meanings are OpenAI's, and vLLM's for what OpenAI does 
 
 from __future__ import annotations
 
-from typing import Any, ClassVar, NotRequired, TypedDict
+from typing import Annotated, Any, ClassVar, NotRequired, TypedDict
 
 from pydantic import Field
 
-from jaxllm.serving.requests import RequestModel
+from jaxllm.serving.requests import FirstMistake, Items, RequestModel
 
 NEUTRAL: dict[str, tuple[Any, ...]] = {
     "response_format": (None, {"type": "text"}),
@@ -47,11 +47,11 @@ class SamplingFields(RequestModel):
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
     repetition_penalty: float | None = None
-    logit_bias: dict[str, float] | None = None
-    allowed_token_ids: list[int] | None = None
-    bad_words: list[str] | None = None
-    stop: str | list[str] | None = None
-    stop_token_ids: list[int] | None = None
+    logit_bias: Annotated[dict[str, float], FirstMistake()] | None = None
+    allowed_token_ids: Items[int] | None = None
+    bad_words: Items[str] | None = None
+    stop: str | Items[str] | None = None
+    stop_token_ids: Items[int] | None = None
     include_stop_str_in_output: bool | None = None
     ignore_eos: bool | None = None
     min_tokens: int | None = None

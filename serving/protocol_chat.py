@@ -7,9 +7,10 @@ from typing import Any, ClassVar, Literal, NotRequired, TypedDict
 from pydantic import Field
 
 from jaxllm.serving.protocol import NEUTRAL, GenerationRequest, Head, PromptLogprobs, Usage
-from jaxllm.serving.requests import RequestModel
+from jaxllm.serving.requests import Items, RequestModel
 
 Role = Literal["system", "developer", "user", "assistant"]
+MAX_MESSAGES = 16_384
 
 
 class TextPart(RequestModel):
@@ -35,7 +36,7 @@ class ChatMessage(RequestModel):
 
     role: Role
     """developer is another word for system."""
-    content: str | list[TextPart]
+    content: str | Items[TextPart]
     name: str | None = None
     """For the chat template."""
 
@@ -43,7 +44,7 @@ class ChatMessage(RequestModel):
 class ChatPromptFields(RequestModel):
     """How a conversation becomes a prompt."""
 
-    messages: list[ChatMessage] = Field(min_length=1)
+    messages: Items[ChatMessage] = Field(min_length=1, max_length=MAX_MESSAGES)
     add_generation_prompt: bool = True
     """End the prompt where the assistant's answer begins."""
     continue_final_message: bool = False

@@ -7,6 +7,7 @@ from typing import ClassVar, Literal, NotRequired, TypedDict
 from pydantic import Field
 
 from jaxllm.serving.protocol import NEUTRAL, GenerationRequest, Head, PromptLogprobs, Usage
+from jaxllm.serving.requests import Items
 
 DEFAULT_MAX_TOKENS = 16
 
@@ -16,7 +17,7 @@ class CompletionRequest(GenerationRequest):
 
     not_served: ClassVar = NEUTRAL | {"suffix": (None, ""), "prompt_embeds": (None,)}
 
-    prompt: str | list[str] | list[int] | list[list[int]] = Field(min_length=1)
+    prompt: str | Items[str] | Items[int] | Items[Items[int]] = Field(min_length=1)
     """A text or its token ids, or a list of those."""
     max_tokens: int | None = DEFAULT_MAX_TOKENS
     """With echo it may be 0: nothing is added to the prompt."""

@@ -41,6 +41,8 @@ def completion_params(request: CompletionRequest) -> SamplingParams:
 def _make(request: GenerationRequest, **others: Any) -> SamplingParams:
     if request.stream and request.prompt_logprobs is not None:
         raise bad_request("prompt_logprobs is not part of a stream: leave stream away", param="prompt_logprobs")
+    if request.stream_options is not None and not request.stream:
+        raise bad_request("stream_options needs stream=true: leave it away", param="stream_options")
     given = {name: getattr(request, name) for name in SamplingFields.model_fields} | others
     fields = {name: value for name, value in given.items() if value is not None}
     for name in fields.keys() - NAMES:

@@ -21,6 +21,8 @@ import uvicorn
 from jaxllm.engine.async_llm import AsyncLLM
 from jaxllm.serving.api_admin import abort
 from jaxllm.serving.app import create_app
+from jaxllm.serving.http_protocol import HttpProtocol
+from jaxllm.serving.listening import allow_connections, check_free, listen
 from jaxllm.serving.server_settings import ServerSettings
 from jaxllm.serving.service import Service
 
@@ -54,7 +56,7 @@ class Server(uvicorn.Server):
         """
         for number in (signal.SIGTERM, signal.SIGINT):
             asyncio.get_running_loop().add_signal_handler(number, self._end)
-        sockets = None if self.config.uds else [self._listen()]
+        sockets = self._listen()
         engine = asyncio.create_task(self._run_engine())
         try:
             await self.serve(sockets)
@@ -70,14 +72,17 @@ class Server(uvicorn.Server):
         """Ours are set."""
         yield
 
-    def _listen(self) -> socket.socket:
-        """Before the model is loaded: an address that is taken is said at once."""
+    def _listen(self) -> list[socket.socket] | None:
+        """Before the model is loaded: an address that is taken is said at once. A Unix socket is uvicorn's to make."""
+        if self.config.uds:
+            check_free(self.config.uds)
+            return None
         host, port = self.config.host, self.config.port
-        listener = socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
+        listener = listen(host, port)
         scheme = "https" if self._service.settings.ssl_certfile else "http"
         shown = f"[{host}]" if ":" in host else host
         logger.info("listening on %s://%s:%d", scheme, shown, listener.getsockname()[1])
-        return listener
+        return [listener]
 
     async def _run_engine(self) -> None:
         engine = self._service.engine
@@ -88,6 +93,7 @@ class Server(uvicorn.Server):
             self.should_exit = True
             return
         self._service.metrics.show_config(engine.config)
+        allow_connections((engine.config.max_num_seqs or 0) + self._service.settings.max_waiting_requests)
         gc.collect()
         gc.freeze()  # What there is now stays: looking through it again would only delay streams.
         logger.info("%s is ready", self._service.model_name)
@@ -141,6 +147,7 @@ def _uvicorn_config(service: Service) -> uvicorn.Config:
     settings = service.settings
     return uvicorn.Config(
         create_app(service),
+        http=HttpProtocol,
         host=settings.host,
         port=settings.port,
         uds=settings.uds,

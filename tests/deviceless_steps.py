@@ -16,9 +16,10 @@ import jax
 import jax.numpy as jnp
 from compiled_text import distances, large_copies, read_launches
 
-from jaxllm.config import EngineConfig, ModelConfig
+from jaxllm.config import EngineConfig
+from jaxllm.model_config import ModelConfig
 from jaxllm.parallel.mesh import TENSOR_AXIS
-from jaxllm.runner import model_runner
+from jaxllm.runner import fitting
 from jaxllm.runner.model_runner import ModelRunner
 
 MODEL = ModelConfig(
@@ -47,6 +48,8 @@ STEPS = {
     "decode-64": ("decode-64", 32, {}),
     "decode-64, 8 steps": ("decode-64", 4, {"num_scheduler_steps": 8}),
     "mixed-8192": ("mixed-8192", 4, {}),
+    "decode-64, invariant": ("decode-64", 4, {"batch_invariant": True}),
+    "mixed-8192, invariant": ("mixed-8192", 4, {"batch_invariant": True}),
 }
 """Buckets, how many layers of the model are compiled, and what else differs from CONFIG."""
 
@@ -77,17 +80,16 @@ class Dumps:
 
 def describe_steps(mesh, dumps: Dumps) -> dict[str, dict[str, object]]:
     """The facts of each of STEPS, by bucket."""
-    model_runner.check_room = lambda *_: None  # nothing will be allocated
-    model_runner.memory_limit = lambda *_: None
+    fitting.memory_limit = lambda *_: None  # nothing will be allocated
     described = {}
     for name, (bucket_name, num_layers, changes) in STEPS.items():
         config, model = dataclasses.replace(CONFIG, **changes), dataclasses.replace(MODEL, num_layers=num_layers)
         runner = ModelRunner(config, model, mesh)
-        (bucket,) = (bucket for bucket in runner.ladder.all if bucket.name == bucket_name)
+        (bucket,) = (bucket for bucket in runner.programs.ladder.all if bucket.name == bucket_name)
         with h200.lowering_for(mesh):
             compiled = runner.executables.make(bucket)
-        _, cache, state = runner._held_bytes(runner.size)
-        elements = cache // (2 * num_layers * runner.dtype.itemsize)
+        _, cache, state = runner.programs.held_bytes(runner.size)
+        elements = cache // (2 * num_layers * runner.programs.dtype.itemsize)
         described[name] = {**dumps.describe(compiled, elements), "donated": cache + state, "array": elements * 2}
     return described
 

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from compiled_text import large_copies
 
-from jaxllm.config import CacheSize
+from jaxllm.memory import CacheSize
 from jaxllm.models.attention import LayerCache
 from jaxllm.parallel.mesh import TENSOR_AXIS
 from jaxllm.parallel.sharding import KV_CACHE_AXES, named_sharding

@@ -20,7 +20,7 @@ from deviceless_steps import CONFIG, MODEL, Dumps
 
 from jaxllm.parallel.mesh import TENSOR_AXIS
 from jaxllm.parallel.partition import split_over
-from jaxllm.runner import model_runner
+from jaxllm.runner import fitting
 from jaxllm.runner.model_runner import ModelRunner
 
 MODELS = {
@@ -40,13 +40,13 @@ def describe(name: str, size: int, nccl: bool, most_layers: int, dumps: Dumps) -
     whole = split_over(MODELS[name], size)
     model = dataclasses.replace(whole, num_layers=min(most_layers, whole.num_layers))
     runner = ModelRunner(config, model, mesh)
-    (bucket,) = (bucket for bucket in runner.ladder.all if bucket.name == BUCKET)
+    (bucket,) = (bucket for bucket in runner.programs.ladder.all if bucket.name == BUCKET)
     with h200.lowering_for(mesh):
         compiled = runner.executables.make(bucket)
-    _, cache, _ = held = runner._held_bytes(runner.size)
-    described = dumps.describe(compiled, cache // (2 * model.num_layers * runner.dtype.itemsize))
+    _, cache, _ = held = runner.programs.held_bytes(runner.size)
+    described = dumps.describe(compiled, cache // (2 * model.num_layers * runner.programs.dtype.itemsize))
     found = Counter(match[1] for match in _COLLECTIVE.finditer(compiled.as_text()))
-    weights, cache, _ = ModelRunner(config, whole, mesh)._held_bytes(runner.size)
+    weights, cache, _ = ModelRunner(config, whole, mesh).programs.held_bytes(runner.size)
     return {
         **described,
         "case": [name, size, nccl],
@@ -61,8 +61,7 @@ def describe(name: str, size: int, nccl: bool, most_layers: int, dumps: Dumps) -
 
 def main() -> None:
     warnings.simplefilter("ignore")
-    model_runner.check_room = lambda *_: None  # nothing will be allocated
-    model_runner.memory_limit = lambda *_: None
+    fitting.memory_limit = lambda *_: None  # nothing will be allocated
     with tempfile.TemporaryDirectory() as folder:
         os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_dump_to={folder}"
         dumps = Dumps(Path(folder))

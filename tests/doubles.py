@@ -16,7 +16,7 @@ from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from jaxllm.config import CacheSize
+from jaxllm.memory import CacheSize
 from jaxllm.outputs import TokenOutput
 from jaxllm.request import FinishReason, Request, RequestStatus
 from jaxllm.sampling_params import SamplingParams

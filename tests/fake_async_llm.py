@@ -10,11 +10,12 @@ import zlib
 
 from toy_tokenizers import byte_level
 
-from jaxllm.config import EngineConfig, ModelConfig
+from jaxllm.config import EngineConfig
 from jaxllm.engine.answers import Answers
 from jaxllm.engine.async_llm import EngineDeadError
 from jaxllm.engine.engine_stats import EngineStats
 from jaxllm.engine.request_maker import RequestMaker
+from jaxllm.model_config import ModelConfig
 from jaxllm.outputs import Logprob, RequestTimes, TokenOutput
 from jaxllm.request import FinishReason, Request
 
@@ -33,10 +34,13 @@ class FakeAsyncLLM:
         is_loaded: it is ready at once.
     """
 
-    def __init__(self, max_model_len=160, max_num_seqs=4, step_seconds=0.0, is_loaded=True, policy="fcfs"):
+    def __init__(
+        self, max_model_len=160, max_num_seqs=4, step_seconds=0.0, is_loaded=True, policy="fcfs", max_logprobs=20
+    ):
         self.config = EngineConfig(
-            "fake", max_model_len=max_model_len, max_num_seqs=max_num_seqs, scheduling_policy=policy
-        )
+            "fake", max_model_len=max_model_len, max_num_seqs=max_num_seqs, scheduling_policy=policy,
+            max_logprobs=max_logprobs,
+        )  # fmt: skip
         self.model_config = ModelConfig(
             "fake", vocab_size=270, hidden_size=1, num_layers=1, num_heads=1, num_kv_heads=1, head_dim=1,
             intermediate_size=1, max_position_embeddings=max_model_len,
@@ -179,7 +183,8 @@ class FakeAsyncLLM:
             output.prompt_logprobs = [None, *rest]
 
     def _logprobs(self, token, num_top):
-        """The token itself is the second best."""
+        """The token itself is the second best; -1 is all bytes."""
+        num_top = 255 if num_top == -1 else num_top
         ids = [token, *((token + 1 + index) % 256 for index in range(num_top))]
         ranks = [2, 1, *range(3, 2 + num_top)]
         return {

@@ -13,8 +13,7 @@ from pathlib import Path
 
 import jax
 
-from jaxllm.config import ModelConfig
-from jaxllm.profiling.hlo import read_operations
+from jaxllm.model_config import ModelConfig
 from jaxllm.profiling.session_facts import SessionFacts
 from jaxllm.profiling.work import Sizes
 
@@ -57,9 +56,7 @@ LLAMA_8B = ModelConfig(
 )  # fmt: skip
 LAYER_WEIGHTS = {"attention": 32 * 2 * 4096 * (2 * 4096 + 2 * 1024), "mlp": 32 * 2 * 3 * 4096 * 14336}
 SIZES = Sizes.of(LLAMA_8B, "bfloat16", 1, {**LAYER_WEIGHTS, "head": 2 * 4096 * 128256})
-FACTS = SessionFacts(
-    {"model": "llama-3.1-8b"}, "NVIDIA H200", SIZES, {"decode-64": PROGRAM}, {PROGRAM: read_operations(HLO)}
-)
+FACTS = SessionFacts({"model": "llama-3.1-8b"}, "NVIDIA H200", SIZES, {"decode-64": PROGRAM}, {PROGRAM: HLO})
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,6 @@
 """A model whose 18 query and 6 K/V heads divide among many numbers of devices, and do not among others."""
 
-from jaxllm.config import ModelConfig
+from jaxllm.model_config import ModelConfig
 
 MODEL = ModelConfig(
     family="llama",

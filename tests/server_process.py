@@ -17,6 +17,7 @@ import uvicorn
 from fake_async_llm import FakeAsyncLLM
 
 from jaxllm.serving.app import create_app
+from jaxllm.serving.http_protocol import HttpProtocol
 from jaxllm.serving.server_settings import ServerSettings
 from jaxllm.serving.service import Service
 
@@ -61,7 +62,7 @@ class FakeServer:
         self.service = Service(self.engine, "fake-model", self._settings)
         app = create_app(self.service)
         config = uvicorn.Config(
-            app, port=0, log_config=None, lifespan="off", ws="none", access_log=False,
+            app, http=HttpProtocol, port=0, log_config=None, lifespan="off", ws="none", access_log=False,
             root_path=self._settings.root_path, timeout_graceful_shutdown=1,
         )  # fmt: skip
         self._server = uvicorn.Server(config)

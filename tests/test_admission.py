@@ -7,7 +7,7 @@ import logging
 import pytest
 from doubles import FakeEngine, expected_answer, make_request
 
-from jaxllm.config import CacheSize
+from jaxllm.memory import CacheSize
 from jaxllm.scheduling.scheduler import StepLimits
 from jaxllm.scheduling.thrash import PREEMPTIONS_PER_WARNING, ThrashCounter
 

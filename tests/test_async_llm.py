@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import enum
 import os
 import random
+import sys
 import time
 from pathlib import Path
 
@@ -139,6 +141,25 @@ def test_what_is_wrong_with_a_request_reaches_its_caller_only(either, run):
 
     outputs = run(all_of_them())
     assert len(outputs[-1].outputs[0].token_ids) == 140
+
+
+def test_classes_of_a_script_end_no_engine(engine, run, monkeypatch):
+    """The engine's process cannot import them; plain values that are of such a class are as good as others."""
+    script = sys.modules["__main__"]
+    for made in (enum.StrEnum("Text", {"E": "e"}), enum.IntEnum("Number", {"NONE": 0})):
+        made.__module__ = "__main__"
+        monkeypatch.setattr(script, made.__name__, made, raising=False)
+    mine = type("Mine", (SamplingParams,), {"__module__": "__main__"})
+    monkeypatch.setattr(script, "Mine", mine, raising=False)
+
+    async def ask(prompt, params, priority=0):
+        return [output async for output in engine.generate(prompt, params, "x", priority)]
+
+    prompt = {"prompt": "hello", "cache_salt": script.Text.E}
+    params = dataclasses.replace(LONG, stop=script.Text.E, bad_words=[script.Text.E], max_tokens=4)
+    assert run(ask(prompt, params, script.Number.NONE))[-1].finished
+    with pytest.raises(ValueError, match="Mine.*define it in a module, not in a script"):
+        run(ask("hello", mine(max_tokens=4)))
 
 
 def test_who_leaves_frees_everything_within_a_step(either, run):

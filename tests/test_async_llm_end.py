@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 import json
 import os
@@ -57,6 +58,28 @@ async def lose(engine: AsyncLLM, signal_number: int) -> tuple[float, list]:
     started = time.monotonic()
     results = await asyncio.gather(*requests, engine.wait_dead(), return_exceptions=True)
     return time.monotonic() - started, results
+
+
+def test_callers_that_give_up_early_do_not_hide_that_an_engine_hangs(folder, run):
+    async def give_up(engine: AsyncLLM, times: int) -> None:
+        for index in range(times):
+            if engine.dead_error is not None:
+                return
+            with contextlib.suppress(TimeoutError, EngineDeadError):
+                await asyncio.wait_for(collect(engine, "hello", LONG, str(index)), 0.1)
+            await asyncio.sleep(0.4)
+
+    async def check():
+        engine = AsyncLLM(EngineConfig(str(folder), **SETTINGS), engine_timeout=1.5)
+        await engine.start()
+        await give_up(engine, 3)
+        assert engine.dead_error is None, "it lives"
+        os.kill(engine.pid, signal.SIGSTOP)
+        await give_up(engine, 14)
+        assert "the engine hangs" in str(engine.dead_error)
+        await engine.shutdown(1)
+
+    run(check())
 
 
 def test_callers_of_an_engine_that_hangs_and_of_one_that_is_killed(folder, run):

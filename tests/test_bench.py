@@ -4,6 +4,7 @@ import dataclasses
 import json
 import random
 import re
+from types import SimpleNamespace
 
 import jax.numpy as jnp
 import numpy as np
@@ -79,6 +80,7 @@ class ScriptedEngine:
 
     def __init__(self, steps, monkeypatch):
         self.steps, self.now, self.lengths = list(steps), 0.0, {}
+        self.config = SimpleNamespace(max_model_len=10)
         monkeypatch.setattr(latency.time, "perf_counter", lambda: self.now)
 
     def add_request(self, request_id, prompt, params):
@@ -117,6 +119,13 @@ def test_step_that_brings_several_tokens_counts_as_several(monkeypatch):
 def test_rows_that_do_not_fit_together_are_an_error(monkeypatch):
     engine = ScriptedEngine([(1, (1, 0))] * 30, monkeypatch)
     with pytest.raises(ValueError, match=r"rows=2: 0 of 9 steps .* lower rows"):
+        latency.decode_seconds(engine, WORKLOAD, 1)
+
+
+def test_rows_that_outgrow_the_context_are_another_error(monkeypatch):
+    engine = ScriptedEngine([(1, (1, 0))] * 30, monkeypatch)
+    engine.config.max_model_len = 9
+    with pytest.raises(ValueError, match="prompt and answer need 10 tokens, but max_model_len=9: lower rows, context"):
         latency.decode_seconds(engine, WORKLOAD, 1)
 
 
@@ -161,7 +170,7 @@ def test_throughput_of_nano(llm, sampled):
 def test_padding_is_counted(llm):
     """One prompt of 16 tokens and 3 tokens of answer: a mixed step, and two decode steps of one row."""
     counts = llm.engine.core.runner.counts
-    before, ladder = counts.values, llm.engine.core.runner.ladder
+    before, ladder = counts.values, llm.engine.core.runner.programs.ladder
     llm.generate([[1] * 16], SamplingParams(max_tokens=3, ignore_eos=True), use_tqdm=False)
     new = tuple(after - old for after, old in zip(counts.values, before, strict=True))
     assert new == (3, 16 + 2, ladder.mixed[0].tokens + 2 * ladder.decode[0].tokens)
@@ -216,6 +225,25 @@ def test_table_is_on_standard_output_and_json_in_its_file(capsys, tmp_path, monk
     assert re.search(r"a step +1,234 +ms +p90_ms 2.5, correct True", out)
     assert "m on 1 x GPU, jax 1" in out
     assert json.loads(path.read_text())["figures"][0]["value"] == 1234.5
+
+
+BAD_COMMANDS = {
+    "latency m --rows 0,1": "rows=(0, 1) is too small",
+    "latency m --rounds 0": "rounds=0 is too small",
+    "throughput m --num-prompts 0": "num_prompts=0 is too small",
+    "startup m --rounds 0": "rounds=0 is too small",
+    "all m --steps -1": "steps=-1 is too small",
+    "latency m --json /dev": "json='/dev' cannot be written, because of /dev",
+    "latency m --json /dev/null/x/figures.json": "cannot be written, because of /dev/null: name another file",
+}
+
+
+@pytest.mark.parametrize("command", BAD_COMMANDS)
+def test_what_is_wrong_is_said_before_anything_is_measured(command, capsys, monkeypatch):
+    for name in ("report_latency", "report_throughput", "report_startup", "report_all"):
+        monkeypatch.setattr(runs, name, lambda *_: pytest.fail("it was measured"))
+    assert cli.main(["bench", *command.split()]) == 2
+    assert BAD_COMMANDS[command] in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("name", ["latency", "throughput", "startup", "kernels", "all"])

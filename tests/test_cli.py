@@ -1,6 +1,7 @@
 """The command line: what is parsed, what help shows, and how it ends when something is wrong."""
 
 import dataclasses
+import io
 import os
 import re
 import subprocess
@@ -32,6 +33,24 @@ def show_help(capsys: pytest.CaptureFixture[str], *command: str) -> str:
         cli.main([*command, "--help"])
     assert exit_info.value.code == 0
     return capsys.readouterr().out
+
+
+def test_closed_streams_are_as_good_as_empty_ones() -> None:
+    program = "import sys; from jaxllm.serving import cli; sys.exit(cli.main(sys.argv[1:]))"
+    command = f'exec "{sys.executable}" -c "{program}"'
+    for arguments, code in (("models >&- 2>&-", 0), ("generate m <&-", 2)):
+        result = subprocess.run(["sh", "-c", f"{command} {arguments}"], capture_output=True, text=True, check=False)
+        assert result.returncode == code, arguments
+    assert "there is no prompt in standard input" in result.stderr
+
+
+def test_characters_that_a_stream_does_not_know_end_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    written = io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(written, "ascii"))
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"a\xff"), "utf-8"))
+    monkeypatch.setattr("jaxllm.serving.cli_pull.run", lambda _: print(f"é {sys.stdin.read()}"))
+    assert cli.main(["pull"]) == 0
+    assert written.getvalue() == b"\\xe9 a\\udcff\n"
 
 
 def test_flags_are_the_fields() -> None:

@@ -3,6 +3,7 @@
 import dataclasses
 import io
 import json
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -27,6 +28,7 @@ class FakeLLM:
 
     made_with: dict[str, Any]
     params: list[SamplingParams]
+    priority: list[int]
     has_chat_template = True
     runs = 0
 
@@ -49,7 +51,9 @@ class FakeLLM:
     def encode_chat(self, messages: Sequence[dict[str, str]]) -> list[int]:
         return _encode("".join(f"<{message['role']}>{message['content']}" for message in messages))
 
-    def make_request(self, request_id: str, prompt: Any, params: SamplingParams) -> tuple[None, SimpleNamespace]:
+    def make_request(
+        self, request_id: str, prompt: Any, params: SamplingParams, _priority: int
+    ) -> tuple[None, SimpleNamespace]:
         assert params.seed is not None, "a check that draws a seed would change the answers"
         prompt_ids = _encode(prompt) if isinstance(prompt, str) else prompt
         if len(prompt_ids) > MAX_PROMPT:
@@ -57,9 +61,9 @@ class FakeLLM:
         return None, SimpleNamespace(prompt_ids=prompt_ids)
 
     def generate(
-        self, prompts: Sequence[Sequence[int]], params: list[SamplingParams], use_tqdm: bool = True
+        self, prompts: Sequence[Sequence[int]], params: list[SamplingParams], use_tqdm: bool, priority: list[int]
     ) -> list[RequestOutput]:
-        FakeLLM.params = params
+        FakeLLM.params, FakeLLM.priority = params, priority
         FakeLLM.runs += 1
         return [_answer(list(prompt)) for prompt in prompts]
 
@@ -136,7 +140,7 @@ def test_jsonl_in_and_out(llm: type[FakeLLM], tmp_path: Path, capsys: Capture) -
     messages = [{"role": "user", "content": "hé"}]
     rows = [
         {"prompt": "abc", "temperature": 0, "stop": ["."], "max_tokens": None},
-        {"request_id": "mine", "messages": messages},
+        {"request_id": "mine", "messages": messages, "priority": -3},
     ]
     path.write_text("\n\n".join(json.dumps(row) for row in rows))
     assert cli.main(["generate", "m", "--input", str(path), "--output", str(answers), "--top-p", "0.5"]) == 0
@@ -144,6 +148,7 @@ def test_jsonl_in_and_out(llm: type[FakeLLM], tmp_path: Path, capsys: Capture) -
         SamplingParams(temperature=0, stop=["."], max_tokens=None, top_p=0.5),
         SamplingParams(max_tokens=256, top_p=0.5),
     ]
+    assert llm.priority == [0, -3]
     assert rows_in(answers) == [
         {
             "request_id": "0",
@@ -171,7 +176,7 @@ def test_jsonl_in_and_out(llm: type[FakeLLM], tmp_path: Path, capsys: Capture) -
 
 
 def test_every_answer_of_a_prompt_is_written(llm: type[FakeLLM], tmp_path: Path, monkeypatch, capsys: Capture) -> None:
-    def two_answers(self, prompts, params, use_tqdm=True):
+    def two_answers(self, prompts, params, use_tqdm, priority):
         outputs = [_answer(list(prompt)) for prompt in prompts]
         for output in outputs:
             second = dataclasses.replace(output.outputs[0], index=1, text="another")
@@ -230,6 +235,10 @@ BAD_ROWS = {
     '{"prompt": "\\ud800"}': "'\\ud800' at position 0 is no character",
     '{"messages": [{"role": "user", "content": "\\ud800"}]}': "'\\ud800' at position 0 is no character",
     '{"prompt": "x", "request_id": [1]}': "request_id=[1] is not valid: give a text or a number",
+    '{"prompt": "x", "request_id": "\\ud800"}': "'\\ud800' at position 0 is no character",
+    '{"messages": [{"role": "u", "content": "x", "name": "\\ud800"}]}': "'\\ud800' at position 40 is no character",
+    '{"prompt":' + "[" * 10**5: "it is nested too deeply",
+    '{"prompt": "x", "priority": "high"}': "priority='high' is not valid: use a whole number",
 }
 
 
@@ -245,6 +254,28 @@ def test_bad_row_is_named_and_nothing_is_run(
     assert capsys.readouterr().err.startswith(f"error: {path}, line 3: {message}")
     assert llm.runs == 0
     assert answers.read_text() == "of an earlier run"
+
+
+@pytest.mark.parametrize(("model", "prompt"), [("nowhere", "fine"), ("m", "long" * 200)])
+def test_a_run_that_fails_leaves_the_files_as_they_were(model: str, prompt: str, tmp_path: Path) -> None:
+    """Answers may go where the prompts are read from: those must not be lost."""
+    path = tmp_path / "prompts.txt"
+    path.write_text(prompt)
+    command = ["generate", "--input", str(path), "--output", str(path), "--output-format", "text"]
+    assert cli.main([*command, model]) == 2
+    assert path.read_text() == prompt
+    path.write_text("fine")
+    assert cli.main([*command, "m"]) == 0
+    assert path.read_text() == "Prompt: fine\nAnswer: 4 characters\n\n"
+
+
+def test_answers_go_to_devices_and_pipes(tmp_path: Path) -> None:
+    assert cli.main(["generate", "m", "fine", "--output", "/dev/null"]) == 0
+    reader, writer = os.pipe()
+    assert cli.main(["generate", "m", "fine", "--output", f"/dev/fd/{writer}"]) == 0
+    assert os.read(reader, 100).startswith(b"Prompt: fine")
+    os.close(reader)
+    os.close(writer)
 
 
 def test_prompt_that_the_engine_refuses_is_named(tmp_path: Path, capsys: Capture) -> None:

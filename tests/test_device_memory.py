@@ -10,12 +10,14 @@ from jax.sharding import Mesh
 from tiny_model import write_model
 
 from jaxllm import LLM, SamplingParams
-from jaxllm.config import EngineConfig, ModelConfig
+from jaxllm.config import EngineConfig
+from jaxllm.model_config import ModelConfig
 from jaxllm.parallel.mesh import TENSOR_AXIS
 from jaxllm.parallel.sharding import named_sharding, replicated
-from jaxllm.runner import device_memory, model_runner
+from jaxllm.runner import device_memory, fitting
 from jaxllm.runner.device_memory import PREALLOCATE, check_room, held_bytes, memory_limit, remember, shard_bytes
-from jaxllm.runner.model_runner import ModelRunner
+from jaxllm.runner.fitting import fit
+from jaxllm.runner.programs import Programs
 
 GIB = 1 << 30
 MODEL = ModelConfig("llama", 64, 48, 2, 6, 3, 16, 48, max_position_embeddings=640)
@@ -98,48 +100,48 @@ def test_bytes_of_shards_are_those_that_arrays_take():
     assert held_bytes([split, whole], jax.devices()[0]) == 8
 
 
-def make_runner(**fields):
+def fit_tiny(**fields):
     config = EngineConfig("m", dtype="float32", max_num_seqs=4, max_num_batched_tokens=16, **fields)
     mesh = Mesh(np.array(jax.devices()[:1]), (TENSOR_AXIS,))
-    return ModelRunner(config.resolve(MODEL, "cpu"), MODEL, mesh)
+    return fit(config.resolve(MODEL, "cpu"), MODEL, mesh)
 
 
 @pytest.fixture
 def grant(monkeypatch, tmp_path):
     """A function that sets how many bytes every device grants."""
     monkeypatch.setenv("JAXLLM_CACHE", str(tmp_path))
-    return lambda limit: monkeypatch.setattr(model_runner, "memory_limit", lambda devices: limit)
+    return lambda limit: monkeypatch.setattr(fitting, "memory_limit", lambda devices: limit)
 
 
 def test_the_same_start_has_the_same_shapes_and_measures_once(grant, monkeypatch):
     grant(GIB)
-    lowered, lower = [], ModelRunner._lower
-    monkeypatch.setattr(ModelRunner, "_lower", lambda *args: lowered.append(args[1]) or lower(*args))
-    first = make_runner()
-    assert lowered == [first.ladder.mixed[-1]], "the largest step is measured"
-    assert first._budget().temp > 0
+    lowered, lower = [], Programs.lower_step
+    monkeypatch.setattr(Programs, "lower_step", lambda *args: lowered.append(args[1]) or lower(*args))
+    first = fit_tiny()
+    assert lowered == [first.programs.ladder.mixed[-1]], "the largest step is measured"
+    assert first.budget.temp > 0
     assert first.size.num_blocks == 4 * 640 // 16 + 1, "there is room for every request"
-    assert make_runner().size == first.size and len(lowered) == 1
-    make_runner(kv_cache_memory_bytes=1 << 20, compilation_cache=False)
+    assert fit_tiny().size == first.size and len(lowered) == 1
+    fit_tiny(kv_cache_memory_bytes=1 << 20, compilation_cache=False)
     assert len(lowered) == 1, "what the user names need not be measured"
 
 
 def test_auto_max_model_len_takes_what_weights_and_temporaries_leave(grant, monkeypatch):
-    monkeypatch.setattr(model_runner, "remember", lambda file, measure: 300 << 20)
+    monkeypatch.setattr(fitting, "remember", lambda file, measure: 300 << 20)
     grant(2 * GIB)
-    runner = make_runner(max_model_len="auto")
-    assert runner.config.max_model_len == 640 and runner.max_blocks == 40
-    taken = 2 * GIB - runner._budget().for_cache
+    first = fit_tiny(max_model_len="auto")
+    assert first.programs.config.max_model_len == 640 and first.programs.max_blocks == 40
+    taken = 2 * GIB - first.budget.for_cache
     grant(taken + 21 * BLOCK_BYTES - 1)
-    small = make_runner(max_model_len="auto")
-    assert (small.config.max_model_len, small.max_blocks, small.size.num_blocks) == (19 * 16, 19, 20)
+    small = fit_tiny(max_model_len="auto")
+    assert (small.programs.config.max_model_len, small.programs.max_blocks, small.size.num_blocks) == (19 * 16, 19, 20)
     grant(taken + BLOCK_BYTES)
     with pytest.raises(ValueError, match=r"max_model_len='auto' finds no length that fits.* 12.0 KiB are missing"):
-        make_runner(max_model_len="auto")
+        fit_tiny(max_model_len="auto")
     with pytest.raises(
         ValueError, match=r"max_model_len=640 needs 41 K/V cache blocks .* lower max_num_batched_tokens"
     ):
-        make_runner()
+        fit_tiny()
 
 
 def test_auto_on_a_cpu_from_end_to_end(tmp_path):

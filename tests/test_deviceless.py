@@ -27,6 +27,8 @@ MOST_TEMP = {
     "decode-64": 124_000_000,
     "decode-64, 8 steps": 124_000_000,
     "mixed-8192": 970_000_000,
+    "decode-64, invariant": 124_000_000,
+    "mixed-8192, invariant": 970_000_000,
 }
 """Bytes of temporaries: a quarter above 1.84, 98.8 and 776 MB, as measured when this was written."""
 KERNELS_PER_LAYER = {"decode": 10, "mixed": 11}
@@ -93,6 +95,15 @@ def test_temporaries_are_few(steps, name):
 def test_how_many_kernels_a_layer_has(steps, name):
     # Ahead of the second layer's there is the preparation of attention in the first one.
     assert set(steps[name]["per_layer"][1:]) == {KERNELS_PER_LAYER[name.partition("-")[0]]}
+
+
+@needs_plugin
+@each_step
+def test_only_the_invariant_mode_has_products_of_its_own(steps, name):
+    kernels = steps[name]["in_graphs"]
+    own = [kernel for kernel in kernels if kernel.startswith("invariant_linear")]
+    libraries = [kernel for kernel in kernels if "gemm" in kernel.lower() or "cublas" in kernel.lower()]
+    assert (len(own) > 0, len(libraries) > 0) == (("invariant" in name), ("invariant" not in name))
 
 
 @needs_plugin

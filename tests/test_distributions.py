@@ -13,8 +13,10 @@ from doubles import FakeEngine, prompt_request
 from tiny_model import CONTEXT, VOCAB, Oracle, log_softmax, make_prompt, write_model
 
 from jaxllm import LLM, SamplingParams
-from jaxllm.config import CacheSize, EngineConfig, ModelConfig
+from jaxllm.config import EngineConfig
 from jaxllm.engine.request_maker import MAX_PROMPT_LOGPROBS, RequestMaker
+from jaxllm.memory import CacheSize
+from jaxllm.model_config import ModelConfig
 from jaxllm.runner.distributions import (
     AHEAD,
     CHUNK,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import itertools
 import random
 import time
 
@@ -89,7 +90,7 @@ def test_messages_arrive_as_they_were(kind, messages):
 
 def test_a_request_arrives_as_it_was():
     sent = make_request()
-    [message] = Frames(ToEngine).feed(encode(AddRequest(pack(sent))))
+    [message] = Frames(ToEngine).feed(encode(AddRequest("a", pack(sent))))
     arrived = unpack(message.request)
     for field in dataclasses.fields(Request):
         if field.name not in ("parent", "children"):
@@ -101,7 +102,7 @@ def test_a_request_arrives_as_it_was():
 def test_functions_cross_by_their_names_only():
     assert unpack(pack(dataclasses.replace)) is dataclasses.replace
     for packed in (lambda: pack(lambda x: x), lambda: unpack(b"cno_such_module\nf\n.")):
-        with pytest.raises(ValueError, match=r'name it as "package\.module:function"'):
+        with pytest.raises(ValueError, match=r'functions as "package\.module:function"'):
             packed()
 
 
@@ -118,11 +119,12 @@ def test_errors_are_raised_as_what_they_were(error, kind, message):
     assert type(again) is kind and str(again) == message
 
 
-async def watch(has_work, during) -> list[float]:
-    """Seconds after which a watchdog with 0.2 s of patience called."""
+async def watch(has_work, during, answers=True) -> list[float]:
+    """Seconds after which a watchdog with 0.2 s of patience called; who it asks may answer."""
     called: list[float] = []
     started = time.monotonic()
-    watchdog = Watchdog(0.2, has_work, lambda: called.append(time.monotonic() - started))
+    ask = lambda: watchdog.note_life() if answers else None  # noqa: E731
+    watchdog = Watchdog(0.2, has_work, ask, lambda: called.append(time.monotonic() - started))
     watchdog.watch()
     await during(watchdog)
     watchdog.stop()
@@ -137,6 +139,18 @@ def test_silence_is_noticed_once():
 def test_there_is_no_silence_without_work_and_after_the_watch():
     assert asyncio.run(watch(lambda: False, lambda _: asyncio.sleep(0.4))) == []
     assert asyncio.run(watch(lambda: True, lambda _: asyncio.sleep(0.1))) == []
+
+
+def test_work_that_is_taken_back_does_not_hide_silence():
+    turns = itertools.cycle([True, False])
+
+    async def work_again(watchdog: Watchdog) -> None:
+        for _ in range(8):
+            watchdog.watch()
+            await asyncio.sleep(0.1)
+
+    assert asyncio.run(watch(lambda: next(turns), work_again, answers=False)) != []
+    assert asyncio.run(watch(lambda: next(turns), work_again)) == []
 
 
 def test_signs_of_life_are_heard_even_if_the_loop_stood_still():

@@ -2,7 +2,7 @@
 
 import pytest
 
-from jaxllm.config import ModelConfig, RopeConfig
+from jaxllm.model_config import ModelConfig, RopeConfig
 from jaxllm.models.families import FAMILIES, LLAMA, family_of_gguf, family_of_hf, supported
 
 SMOLLM2_HF = {

@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from jaxllm.config import LayerKind, ModelConfig, RopeConfig
+from jaxllm.model_config import LayerKind, ModelConfig, RopeConfig
 from jaxllm.models.families import family_of_gguf, family_of_hf
 
 SIZES = {

@@ -12,9 +12,10 @@ import numpy as np
 import pytest
 from test_families_logits import FAMILIES, QUICK, TINY
 
-from jaxllm.config import CacheSize, EngineConfig
+from jaxllm.config import EngineConfig
 from jaxllm.engine.core import EngineCore
 from jaxllm.kernels.gumbel import gumbel
+from jaxllm.memory import CacheSize
 from jaxllm.models.checkpoint import open_checkpoint
 from jaxllm.models.loader import load_params
 from jaxllm.parallel.mesh import make_mesh

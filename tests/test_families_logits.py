@@ -14,8 +14,8 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh
 
-from jaxllm.config import CacheSize
 from jaxllm.kernels.ragged_paged_attention import Sizes, prepare_attention
+from jaxllm.memory import CacheSize
 from jaxllm.models.attention import Placement
 from jaxllm.models.checkpoint import open_checkpoint
 from jaxllm.models.layers import Setting

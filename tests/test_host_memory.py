@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh
 
-from jaxllm.config import CacheSize
+from jaxllm.memory import CacheSize
 from jaxllm.models.attention import LayerCache
 from jaxllm.parallel.mesh import TENSOR_AXIS
 from jaxllm.parallel.sharding import KV_CACHE_AXES, named_sharding

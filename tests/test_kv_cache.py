@@ -12,8 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from jax.sharding import Mesh
 
-from jaxllm.config import CacheSize, EngineConfig, ModelConfig
-from jaxllm.memory import BLOCK_ROUNDING, TEMP_ROUNDING, MemoryBudget
+from jaxllm.config import EngineConfig
+from jaxllm.memory import BLOCK_ROUNDING, TEMP_ROUNDING, CacheSize, MemoryBudget
+from jaxllm.model_config import ModelConfig
 from jaxllm.parallel.mesh import TENSOR_AXIS
 from jaxllm.runner.kv_cache import CPU_CACHE_BYTES, MAX_ARRAY_ELEMENTS, CachePlan, allocate, cache_specs
 

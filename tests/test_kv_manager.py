@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from doubles import make_request, prompt_request
 
-from jaxllm.config import CacheSize
+from jaxllm.memory import CacheSize
 from jaxllm.request import Request
 from jaxllm.scheduling.kv_manager import NO_NEW_BLOCKS, KVManager
 from jaxllm.scheduling.kv_stats import PrefixCacheStats
@@ -280,3 +280,17 @@ def test_invariants_are_checked_against_the_tables(kv: KVManager):
     kv.pool.allocate(1)
     with pytest.raises(AssertionError, match="in no table"):
         kv.check_invariants()
+
+
+def test_another_thread_may_look_while_requests_come_and_go(kv: KVManager):
+    """What the engine does in the middle of a look, a list of block ids does here, when it is looked at."""
+
+    class Table(list):
+        def __len__(self) -> int:
+            kv._tables.pop("b", None)
+            return super().__len__()
+
+    for request in (make_request("a", 4, 1), make_request("b", 4, 1), make_request("c", 4, 1)):
+        compute(kv, request)
+    kv._tables["a"].ids = Table(kv._tables["a"].ids)
+    assert kv.stats().used_blocks == 3 and kv.holders() == {"a", "c"}

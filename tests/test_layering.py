@@ -12,7 +12,7 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 
 LAYERS = (
-    ("config", "sampling_params", "request", "outputs", "memory", "cache_dir", "logs", "kernels"),
+    ("config", "model_config", "sampling_params", "request", "outputs", "memory", "cache_dir", "logs", "kernels"),
     ("scheduling", "parallel"),
     ("models",),
     ("runner",),
@@ -25,7 +25,7 @@ LAYERS = (
 )
 """Parts of jaxllm, lowest layer first. A part imports lower layers and itself, plain values also one another."""
 
-PLAIN_VALUES = {"config", "sampling_params", "request", "outputs", "memory", "cache_dir", "logs"}
+PLAIN_VALUES = {"config", "model_config", "sampling_params", "request", "outputs", "memory", "cache_dir", "logs"}
 LAYER_OF = {part: level for level, parts in enumerate(LAYERS) for part in parts}
 
 IMPORTERS_OF_SCHEDULING = {"scheduling", "engine", "debug"}

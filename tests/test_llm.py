@@ -1,15 +1,20 @@
 """`LLM` and `LLMEngine` as a user calls them: forms of prompts, outputs, stopping, mistakes, cleaning up."""
 
+import dataclasses
 import random
 import signal
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 
 import jax
+import numpy as np
 import pytest
 from tiny_model import CONTEXT, VOCAB, write_model
 
 from jaxllm import LLM, SamplingParams
+from jaxllm.engine.interrupts import note_interrupt
+from jaxllm.runner.pending_step import PendingStep
 
 GREEDY = SamplingParams(temperature=0, max_tokens=8)
 
@@ -125,9 +130,48 @@ BAD_PROMPTS = {
     "negative": ([-1], "prompt holds -1 at position 0"),
     "no token": ([1, "x"], "prompt holds 'x' at position 1"),
     "nothing": (None, "prompt=None is neither text"),
-    "another dictionary": ({"text": "x"}, "is neither text"),
-    "half a character": ("\ud800", "is not valid Unicode"),
+    "another dictionary": ({}, "is neither text"),
+    "unknown key": ({"prompt": "x", "multi_modal_data": {}}, "prompt has the key 'multi_modal_data'"),
+    "bytes": (b"x", "is neither text"),
+    "half a character": ("\ud800", "prompt is not valid Unicode"),
+    "half a character for salt": ({"prompt": "x" * 40, "cache_salt": "\ud800"}, "cache_salt is not valid Unicode"),
 }
+
+
+def test_token_ids_count_where_a_prompt_has_both(llm):
+    [output] = llm.generate({"prompt": "what the caller calls it", "prompt_token_ids": [5, 6]}, GREEDY)
+    assert (output.prompt, output.prompt_token_ids) == ("what the caller calls it", [5, 6])
+    [same] = llm.generate({"prompt": None, "prompt_token_ids": [5, 6]}, GREEDY)
+    assert same.prompt is None and same.outputs[0].token_ids == output.outputs[0].token_ids
+
+
+def test_numpys_numbers_are_as_good(llm):
+    params = SamplingParams(seed=5, n=2, max_tokens=4, stop_token_ids=[7, 8], allowed_token_ids=[7, 8, 9])
+    [expected] = llm.generate([5, 6], params)
+    arrays = {"stop_token_ids": np.array([7, 8]), "allowed_token_ids": np.array([7, 8, 9])}
+    for form in (np.array([5, 6]), [np.array([5, 6])], iter([[5, 6]])):
+        [output] = llm.generate(form, dataclasses.replace(params, seed=np.int64(5), max_tokens=np.int8(4), **arrays))
+        assert [one.token_ids for one in output.outputs] == [one.token_ids for one in expected.outputs]
+        assert all(type(token) is int for token in output.prompt_token_ids)
+
+
+@pytest.mark.parametrize("prompts", [None, 5])
+def test_no_prompts_at_all(llm, prompts):
+    with pytest.raises(ValueError, match=f"prompts={prompts} is not valid"):
+        llm.generate(prompts)
+
+
+@pytest.mark.parametrize("request_id", ["\ud800", 5])
+def test_a_bad_request_id(llm, request_id):
+    with pytest.raises(ValueError, match="request_id"):
+        llm.engine.add_request(request_id, "hello", GREEDY)
+
+
+def test_half_a_character_in_other_texts(llm):
+    with pytest.raises(ValueError, match="messages is not valid Unicode"):
+        llm.chat([{"role": "\ud800", "content": "hello"}], GREEDY)
+    with pytest.raises(ValueError, match="bad_words is not valid Unicode"):
+        llm.generate("hello", SamplingParams(bad_words=["\ud800"]))
 
 
 @pytest.mark.parametrize("name", BAD_PROMPTS)
@@ -178,6 +222,15 @@ def test_abort_frees_blocks_in_the_middle(llm):
     assert engine.step() == []
 
 
+def test_threads_take_turns(llm):
+    prompts = [[1 + index] * 20 for index in range(20)]
+    expected = [output.outputs[0].token_ids for output in llm.generate(prompts, GREEDY)]
+    with ThreadPoolExecutor(4) as pool:
+        parts = list(pool.map(lambda index: llm.generate(prompts[index::4], GREEDY), range(4)))
+    for index, outputs in enumerate(parts):
+        assert [output.outputs[0].token_ids for output in outputs] == expected[index::4]
+
+
 def test_an_interrupted_generate_leaves_nothing_behind(llm, monkeypatch):
     """A real Ctrl-C, in the middle of a step: it counts after the step, and the engine goes on."""
     steps = iter(range(3))
@@ -194,6 +247,40 @@ def test_an_interrupted_generate_leaves_nothing_behind(llm, monkeypatch):
     monkeypatch.undo()
     assert not llm.engine.has_unfinished_requests()
     assert len(llm.generate("a", GREEDY)[0].outputs[0].token_ids) <= 8
+
+
+def test_an_interrupt_in_the_middle_of_a_step_never_changes_tokens(folder, monkeypatch):
+    """Blocks of a plan that was never launched count as computed: nobody may find them in the prefix cache."""
+    with LLM(str(folder), max_num_seqs=2, max_num_batched_tokens=64, enforce_eager=True) as llm:
+        prompt, kv = list(range(1, 41)), llm.engine.core.scheduler.kv
+        expected = llm.generate(prompt, GREEDY)[0].outputs[0].token_ids
+
+        def interrupted_at(place, name):
+            def interrupt(*_):
+                monkeypatch.undo()
+                raise KeyboardInterrupt
+
+            llm.reset_prefix_cache()
+            monkeypatch.setattr(place, name, interrupt)
+            with pytest.raises(KeyboardInterrupt):
+                llm.generate(prompt, GREEDY)
+
+        interrupted_at(PendingStep, "result")
+        assert llm.generate(prompt, GREEDY)[0].outputs[0].token_ids == expected
+        interrupted_at(kv, "take_moves")
+        with pytest.raises(RuntimeError, match="KeyboardInterrupt came in the middle of a step"):
+            llm.generate(prompt, GREEDY)
+
+
+def test_ctrl_c_stays_ignored_where_it_was():
+    previous = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        with note_interrupt() as interrupted:
+            signal.raise_signal(signal.SIGINT)
+            assert not interrupted.is_set()
+        assert signal.getsignal(signal.SIGINT) == signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGINT, previous)
 
 
 def test_a_failed_step_is_said_ever_after(folder, monkeypatch):
@@ -241,6 +328,8 @@ BAD_FIELDS = {
     "device": ({"device": "cuda:0"}, ValueError, "device='cuda:0' is not available"),
     "dtype": ({"dtype": "int4"}, ValueError, "dtype='int4' is unknown"),
     "attention_backend": ({"attention_backend": "pallas"}, ValueError, "attention_backend='pallas' needs a GPU"),
+    "batch_invariant": ({"batch_invariant": True}, ValueError, "batch_invariant=True needs a GPU"),
+    "batch_invariant, no flag": ({"batch_invariant": 1}, ValueError, "batch_invariant=1 has the wrong type"),
     "seed": ({"seed": "x"}, ValueError, "seed='x' has the wrong type"),
     "utilization": ({"gpu_memory_utilization": 1.5}, ValueError, "gpu_memory_utilization=1.5"),
 }

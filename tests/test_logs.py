@@ -79,7 +79,7 @@ def make_log():
         ),
         (Bucket(16, 4, True),),
     )
-    return StepLog(scheduler, SimpleNamespace(ladder=ladder)), kv
+    return StepLog(scheduler, SimpleNamespace(programs=SimpleNamespace(ladder=ladder))), kv
 
 
 def make_step(num_rows=3, *, prompt_len=0, num_tokens=1):

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import jaxllm
-from jaxllm.config import EngineConfig, ModelConfig
+from jaxllm.config import EngineConfig
 from jaxllm.memory import (
     GIB,
     DeviceMemory,
@@ -22,6 +22,7 @@ from jaxllm.memory import (
     round_blocks,
     show_bytes,
 )
+from jaxllm.model_config import ModelConfig
 
 MIB = 1 << 20
 LLAMA_8B = ModelConfig("llama", 128256, 4096, 32, 32, 8, 128, 14336, 131072, dtype="bfloat16")

@@ -12,8 +12,9 @@ from jax.sharding import Mesh
 from test_families_logits import QUICK
 
 from jaxllm import LLM, SamplingParams
-from jaxllm.config import EngineConfig, LayerKind, RopeConfig
+from jaxllm.config import EngineConfig
 from jaxllm.engine.tokenizer import load_tokenizer
+from jaxllm.model_config import LayerKind, RopeConfig
 from jaxllm.models import orbax_checkpoint
 from jaxllm.models.conversion import convert
 from jaxllm.models.layers import Setting
@@ -22,7 +23,7 @@ from jaxllm.models.parameters import define_model
 from jaxllm.models.source import open_source
 from jaxllm.parallel.mesh import TENSOR_AXIS
 from jaxllm.parallel.partition import split_over
-from jaxllm.runner import model_runner
+from jaxllm.runner import programs
 from jaxllm.serving.cli import main
 
 GREEDY = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
@@ -82,7 +83,7 @@ def test_random_weights(tmp_path):
 
 
 def test_an_engine_with_a_converted_model(original, converted, monkeypatch):
-    monkeypatch.setitem(model_runner.EAGER_OPTIONS, "cpu", QUICK)
+    monkeypatch.setitem(programs.EAGER_OPTIONS, "cpu", QUICK)
     messages = [{"role": "user", "content": "Hé 🙂"}]
     options = {"dtype": "bfloat16", "max_model_len": 64, "max_num_seqs": 1, "enforce_eager": True}
     with LLM(str(converted), tensor_parallel_size=3, **options) as llm:
@@ -91,12 +92,28 @@ def test_an_engine_with_a_converted_model(original, converted, monkeypatch):
     assert len(output.outputs[0].token_ids) == GREEDY.max_tokens
 
 
-def test_orbax_may_hold_the_largest_array():
-    arrays = {
-        name: jax.ShapeDtypeStruct(shape, jnp.bfloat16) for name, shape in (("head", (128256, 4096)), ("norm", (4096,)))
-    }
-    assert orbax_checkpoint.concurrent_gb(arrays) == 2
-    assert orbax_checkpoint.concurrent_gb({"norm": arrays["norm"]}) == 1
+@pytest.fixture(scope="module")
+def in_pieces(original):
+    """Written with every matrix in several pieces."""
+    folder = original.parent / "pieces"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(orbax_checkpoint, "PIECE_SIZE", 1_000)
+        convert(EngineConfig(str(original), dtype="bfloat16"), folder)
+    return folder
+
+
+@pytest.mark.parametrize(("size", "dtype"), [(1, "bfloat16"), (2, "float32"), (3, "bfloat16")])
+def test_large_arrays_are_cut_into_pieces(size, dtype, original, in_pieces, converted, monkeypatch):
+    names = [tree_names(folder) for folder in (in_pieces, converted)]
+    assert len(names[0]) > 3 * len(names[1]) and "embed.weight.0" in names[0]
+    expected = load(converted, size, dtype)
+    monkeypatch.setattr(orbax_checkpoint, "PIECE_SIZE", 1_000)
+    assert_same_bits(load(in_pieces, size, dtype), expected)
+
+
+def tree_names(folder):
+    metadata = json.loads((folder / "params" / "_METADATA").read_text())
+    return {entry["key_metadata"][0]["key"] for entry in metadata["tree_metadata"].values()}
 
 
 def test_progress(converted, monkeypatch):
@@ -146,7 +163,7 @@ def test_a_folder_in_use_is_left_alone(tmp_path, original):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"jaxllm_format": 2}, "has format 2, not 1: convert the model again"),
+        ({"jaxllm_format": 1}, "has format 1, not 2: convert the model again"),
         ({"model": {}}, "does not describe a model .*: convert the model again"),
         ({"hidden_size": 96}, "holds other parameters than its model has .*embed.weight.*: convert it again"),
         ({"num_layers": 1}, "holds other parameters than its model has .*layers.1.*: convert it again"),

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from test_ragged_paged_attention import make_batch, oracle, relative_error
 
-from jaxllm.kernels import paged_chunks, ragged_paged_attention_pallas
+from jaxllm.kernels import launches, paged_chunks, ragged_paged_attention_pallas
 from jaxllm.kernels.launches import Launch
 from jaxllm.kernels.paged_decode import MOST_SPANS_TO_SPLIT, SPLITS_PER_SPAN
 from jaxllm.kernels.ragged_paged_attention import Sizes, ragged_paged_attention
@@ -122,6 +122,35 @@ def test_a_token_has_the_same_bits_beside_chunks(monkeypatch):
         np.testing.assert_array_equal(found[tokens], by_itself(*decode.arrays)[: len(tokens)])
 
 
+@pytest.mark.parametrize("options", [{}, EVERY_OPTION], ids=["plain", "every option"])
+def test_a_decoded_token_has_the_bits_of_a_chunk(options, monkeypatch):
+    """In the mode that promises it. What of this is due to matrix units, `scripts/check_invariance.py` shows on a GPU."""
+    heads = (32, 2)
+    chunk = pad([(190, 290)], (190, 3), heads)
+    tokens = np.array([0, 1, 17, 60, 95, 130, 188, 189])
+    rows = len(tokens)
+    decode = replace(
+        chunk,
+        q=chunk.q[tokens],
+        block_tables=np.repeat(chunk.block_tables[:1], rows, axis=0),
+        kv_lens=(tokens + 101).astype(np.int32),
+        cu_q_lens=np.arange(rows + 1, dtype=np.int32),
+    )
+    found = {}
+    for name, batch in (("chunk", chunk), ("decode", decode)):
+        attention = compile_attention(monkeypatch, SMALL, batch, ROUND_PRODUCTS, invariant=True, **options)
+        found[name] = np.asarray(attention(*batch.arrays))
+        assert relative_error(batch, found[name], oracle(batch, scale=0.1, **options)) < 1e-6
+    np.testing.assert_array_equal(found["decode"], found["chunk"][tokens])
+
+
+def test_launches_that_promise_the_same_bits_have_the_same_sums():
+    for table in launches._read_table().values():
+        for decode, chunks in zip(table["invariant_decode"], table["invariant_chunks"], strict=True):
+            fields = ("head_dim", "split", "context_tile")
+            assert [decode[field] for field in fields] == [chunks[field] for field in fields]
+
+
 @pytest.mark.parametrize(
     ("num_tokens", "group", "rows", "num_warps"),
     [(8192, 4, 256, 8), (1024, 4, 256, 8), (512, 4, 128, 8), (128, 4, 64, 4), (128, 1, 64, 4), (16, 71, 128, 8)],
@@ -147,7 +176,8 @@ def test_every_token_is_in_one_list_and_every_context_is_read_to_its_end(monkeyp
         rows = np.array(random_lengths(rng, 96, 12))
         padded = np.pad(rows, ((0, 12 - len(rows)), (0, 0)))
         cu_q_lens = np.concatenate([[0], np.cumsum(padded[:, 0])])
-        decode, chunks = jax.tree.map(np.asarray, prepare(tables, padded[:, 1], cu_q_lens))
+        work = jax.tree.map(np.asarray, prepare(tables, padded[:, 1], cu_q_lens))
+        decode, chunks = work.decode, work.chunks
         items = jax.tree.map(lambda field: field[: decode.ends[-1]], decode.items)  # noqa: B023 - used at once
         begins = items.token[items.start == 0]
         tiles = [token + np.arange(size) for token, size in zip(chunks.token, chunks.num_tokens, strict=True)]

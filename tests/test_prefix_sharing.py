@@ -9,7 +9,7 @@ import pytest
 from chat_workload import Simulation, make_conversations
 from doubles import VOCAB_SIZE, FakeEngine, expected_answer, make_request, prompt_request
 
-from jaxllm.config import CacheSize
+from jaxllm.memory import CacheSize
 from jaxllm.request import Request
 from jaxllm.scheduling.plan import StepOutput, StepPlan
 from jaxllm.scheduling.scheduler import Scheduler, StepLimits

@@ -37,22 +37,50 @@ def llm(folder):
         yield llm
 
 
-def test_llm_answers_the_urgent_first_and_returns_all_in_order(llm, monkeypatch):
-    ended, step = [], llm.engine.step
+@pytest.fixture
+def ended(llm, monkeypatch):
+    """The requests' numbers from 0 on, in the order they end."""
+    ids, step = [], llm.engine.step
 
     def noting_step():
         outputs = step()
-        ended.extend(output.prompt for output in outputs if output.finished)
+        ids.extend(int(output.request_id) for output in outputs if output.finished)
         return outputs
 
     monkeypatch.setattr(llm.engine, "step", noting_step)
+    return lambda: [one - min(ids) for one in ids]
+
+
+def test_llm_answers_the_urgent_first_and_returns_all_in_order(llm, ended):
     prompts = ["one", "two", "three", "four"]
     outputs = llm.generate(prompts, PARAMS, use_tqdm=False, priority=[2, 5, -1, 2])
     assert [output.prompt for output in outputs] == prompts
-    assert ended == ["three", "one", "four", "two"]
+    assert ended() == [2, 0, 3, 1]
     answers = [output.outputs[0].token_ids for output in outputs]
     plain = [output.outputs[0].token_ids for output in llm.generate(prompts, PARAMS, use_tqdm=False)]
     assert answers == plain, "what is answered does not depend on when"
+
+
+def test_llm_answers_the_urgent_conversation_first(llm, ended):
+    conversations = [[{"role": "user", "content": text}] for text in ("one", "two", "three")]
+    outputs = llm.chat(conversations, PARAMS, use_tqdm=False, priority=[3, -4, 0])
+    assert ended() == [1, 2, 0]
+    plain = llm.chat(conversations, PARAMS, use_tqdm=False)
+    assert [one.outputs[0].token_ids for one in outputs] == [one.outputs[0].token_ids for one in plain]
+    with pytest.raises(ValueError, match=re.escape("priority=[1] is not valid for 3 prompts")):
+        llm.chat(conversations, PARAMS, use_tqdm=False, priority=[1])
+
+
+def test_a_request_that_the_policy_cannot_rank_leaves_nothing_behind(llm, monkeypatch):
+    with monkeypatch.context() as patch:
+        patch.setattr(llm.engine.core.scheduler.waiting, "rank", lambda request, is_back: ("urgent",))
+        with pytest.raises(ValueError, match=r"PriorityOrder.rank returned \('urgent',\), and \(-?\d, .* before"):
+            llm.engine.add_request("again", "one", PARAMS)
+        with pytest.raises(ValueError, match=r"prompt 0 of 1: scheduling_policy: PriorityOrder\.rank"):
+            llm.generate("one", PARAMS, use_tqdm=False)
+    assert not llm.engine.has_unfinished_requests()
+    llm.engine.add_request("again", "one", PARAMS)
+    assert llm.engine.abort_request("again") is not None
 
 
 @pytest.mark.parametrize(

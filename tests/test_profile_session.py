@@ -1,9 +1,11 @@
 """Profiles that are recorded for real, on the CPU: of `LLM`, of `AsyncLLM`, of the command line."""
 
 import asyncio
+import contextlib
 import gzip
 import itertools
 import json
+import threading
 
 import jax
 import pytest
@@ -13,6 +15,7 @@ from jaxllm.bench.profile import annotations_us, profile_decode
 from jaxllm.bench.settings import ProfileSettings
 from jaxllm.config import EngineConfig
 from jaxllm.profiling.host_work import HOST_WORK
+from jaxllm.profiling.session import ProfilerSession
 from jaxllm.serving import cli
 
 FIELDS = {"model": "tiny-llama", "load_format": "dummy", "max_model_len": 128, "max_num_seqs": 4}
@@ -132,17 +135,26 @@ def test_an_engine_that_is_closed_ends_its_session(tmp_path):
         pass
 
 
-def test_an_engine_of_its_own(tmp_path):
+@contextlib.asynccontextmanager
+async def engine_in_a_thread():
     pytest.importorskip("msgspec")
     from jaxllm.engine.async_llm import AsyncLLM
 
-    async def collect(engine, prompt, request_id):
-        return [output async for output in engine.generate(prompt, params(), request_id)]
+    engine = AsyncLLM(EngineConfig(**FIELDS), in_process=True)
+    await engine.start()
+    try:
+        yield engine
+    finally:
+        await engine.shutdown(0)
 
+
+async def collect(engine, prompt, request_id, max_tokens=20):
+    return [output async for output in engine.generate(prompt, params(max_tokens), request_id)]
+
+
+def test_an_engine_of_its_own(tmp_path):
     async def run():
-        engine = AsyncLLM(EngineConfig(**FIELDS), in_process=True)
-        await engine.start()
-        try:
+        async with engine_in_a_thread() as engine:
             with pytest.raises(ValueError, match="no profile is being recorded"):
                 await engine.stop_profile()
             (tmp_path / "file").touch()
@@ -151,13 +163,55 @@ def test_an_engine_of_its_own(tmp_path):
             await engine.start_profile(str(tmp_path / "profile"))
             await asyncio.gather(*(collect(engine, prompt, str(prompt)) for prompt in PROMPTS))
             return await engine.stop_profile()
-        finally:
-            await engine.shutdown(0)
 
     report = asyncio.run(run())
     assert report["folder"].startswith(str(tmp_path / "profile"))
     assert report["summary"]["steps"] >= 20
     assert {stage["name"] for stage in report["summary"]["buckets"][0]["stages"]} >= STAGES
+
+
+def test_tokens_come_while_a_profile_is_written(tmp_path, monkeypatch):
+    may_write, write = threading.Event(), ProfilerSession.write
+
+    def slow_write(session):
+        assert may_write.wait(60)
+        return write(session)
+
+    async def run():
+        async with engine_in_a_thread() as engine, asyncio.timeout(60):
+            await engine.start_profile(str(tmp_path))
+            await collect(engine, PROMPTS[0], "recorded", 8)
+            stopping = asyncio.create_task(engine.stop_profile())
+            outputs = await collect(engine, PROMPTS[1], "beside", 30)
+            assert not stopping.done() and len(outputs[-1].outputs[0].token_ids) == 30
+            with pytest.raises(ValueError, match="no profile is being recorded"):
+                await engine.stop_profile()
+            with pytest.raises(ValueError, match="the last profile is being written"):
+                await engine.start_profile(str(tmp_path))
+            may_write.set()
+            report = await stopping
+            await engine.start_profile(str(tmp_path))
+            return report
+
+    monkeypatch.setattr(ProfilerSession, "write", slow_write)
+    report = asyncio.run(run())
+    assert report["summary"]["steps"] == 8, "what ran while it was written is no part of it"
+
+
+def test_a_profile_that_cannot_be_written_is_an_error_of_its_own(tmp_path, monkeypatch):
+    def fail(session):
+        raise RuntimeError("the disk is full")
+
+    async def run():
+        async with engine_in_a_thread() as engine:
+            await engine.start_profile(str(tmp_path))
+            await collect(engine, PROMPTS[0], "recorded", 2)
+            with pytest.raises(ValueError, match="RuntimeError: the disk is full"):
+                await engine.stop_profile()
+            assert await collect(engine, PROMPTS[0], "after", 2)
+
+    monkeypatch.setattr(ProfilerSession, "_facts", fail)
+    asyncio.run(run())
 
 
 def test_the_command_line(tmp_path, capsys):

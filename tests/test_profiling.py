@@ -21,14 +21,15 @@ from gpu_trace import (
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxllm.config import LayerKind
+from jaxllm.model_config import LayerKind
 from jaxllm.profiling.attribution import Programs
 from jaxllm.profiling.hlo import Operation, read_operations
 from jaxllm.profiling.program_order import ProgramOrder
 from jaxllm.profiling.report import write_report
+from jaxllm.profiling.scopeless import infer_stages
 from jaxllm.profiling.session_facts import SessionFacts
 from jaxllm.profiling.spans import intersect, length, shares, subtract, union
-from jaxllm.profiling.stages import layer_of, stage_of, without_layer
+from jaxllm.profiling.stages import common_stage, layer_of, stage_of, without_layer
 from jaxllm.profiling.summarize import Session, summarize
 from jaxllm.profiling.tables import make_tables, to_text
 from jaxllm.profiling.trace import DeviceEvent, read_trace
@@ -77,6 +78,66 @@ def test_operations_of_a_program():
     assert operations["while.1"].opcode == "while"
     assert operations["copy.1"] == Operation("copy", None)
     assert not {"mul.1", "x", "tuple.9"} & operations.keys(), "fused, or never run"
+
+
+def test_operations_without_scopes_are_of_the_stage_around_them():
+    """As in what XLA makes of a layer for one row on a CPU, where products have lost their scopes."""
+
+    def scope(path):
+        return f'metadata={{op_name="jit(decode_1)/{path}/add"}}'
+
+    layer, following = "layer_00/jit(_run_layer)", "layer_01/jit(_run_layer)"
+    operations = read_operations(f"""\
+%body (b: (s32[], f32[8])) -> (s32[], f32[8]) {{
+  %b = (s32[], f32[8]{{0}}) parameter(0)
+  %inner.1 = f32[8]{{0}} copy(%b)
+  ROOT %tuple.9 = (s32[], f32[8]{{0}}) tuple(%b, %inner.1)
+}}
+
+ENTRY %main (x: f32[8], w: f32[8,8]) -> f32[8] {{
+  %x = f32[8]{{0}} parameter(0)
+  %w = f32[8,8]{{1,0}} parameter(1)
+  %norm.1 = f32[8]{{0}} fusion(%x), kind=kLoop, calls=%f, {scope(layer + "/attention")}
+  %bitcast.1 = f32[8]{{0}} bitcast(%norm.1)
+  %qkv = f32[8]{{0}} dot(%bitcast.1, %w), lhs_contracting_dims={{0}}
+  %write = f32[8]{{0}} fusion(%qkv), kind=kLoop, calls=%f, {scope(layer + "/attention/write_kv")}
+  %into = f32[8]{{0}} copy(%x)
+  %tuple.1 = (s32[], f32[8]{{0}}) tuple(%into, %w)
+  %while.1 = (s32[], f32[8]{{0}}) while(%tuple.1), condition=%c, body=%body, {scope(layer + "/attention/paged_attention")}
+  %paged = f32[8]{{0}} get-tuple-element(%while.1), index=1
+  %out = f32[8]{{0}} dot(%paged, %w), lhs_contracting_dims={{0}}
+  %norm.2 = f32[8]{{0}} fusion(%out, %x), kind=kLoop, calls=%f, {scope(layer + "/mlp")}
+  %down = f32[8]{{0}} dot(%norm.2, %w), lhs_contracting_dims={{0}}
+  %norm.3 = f32[8]{{0}} fusion(%down), kind=kLoop, calls=%f, {scope(following + "/attention")}
+  %between = f32[8]{{0}} add(%norm.3, %down)
+  %counter = s32[] add(%x, %x)
+  ROOT %last = (f32[8]{{0}}, s32[]) custom-call(%between, %counter), {scope("head")}
+}}
+""")
+    assert {name: operation.stage for name, operation in operations.items()} == {
+        "inner.1": "layer_00/attention/paged_attention",
+        "norm.1": "layer_00/attention",
+        "qkv": "layer_00/attention",  # not of write_kv, which takes it
+        "write": "layer_00/attention/write_kv",
+        "into": "layer_00/attention/paged_attention",  # of the loop that takes it
+        "while.1": "layer_00/attention/paged_attention",
+        "out": "layer_00/attention",  # of the attention it takes, but no part of the loop
+        "norm.2": "layer_00/mlp",
+        "down": "layer_00/mlp",  # not of the next layer, which takes it
+        "norm.3": "layer_01/attention",
+        "between": "head",  # what it takes is of two stages
+        "counter": "head",
+        "last": "head",
+    }
+
+
+def test_operations_between_several_stages_have_none():
+    operations = {"a": [], "b": [], "both": ["a", "b"], "c": ["both"], "d": ["both"]}
+    stages: dict[str, str | None] = {"a": "embed", "b": "head", "both": None, "c": "sample", "d": "prepare"}
+    infer_stages(operations, stages)
+    assert stages["both"] is None
+    assert common_stage(["layer_00/mlp", "layer_00/attention"]) is None, "a layer is no stage"
+    assert common_stage([None, "layer_00"]) is None
 
 
 SPANS = st.lists(st.tuples(st.integers(0, 60), st.integers(0, 20)).map(lambda pair: (pair[0], sum(pair))), max_size=12)
@@ -270,6 +331,16 @@ def test_reads_of_calls_before_the_session_are_left_out(tmp_path):
     early = [Event("read", 1, 5), Event("read", 10, 5)]
     summary = summary_of(tmp_path, to_planes(device, early + host), dataclasses.replace(FACTS, num_unread=2))
     assert summary.buckets[0].step_ms == pytest.approx(1.0)
+
+
+def test_what_is_recorded_after_the_end_is_left_out(tmp_path):
+    """The engine goes on while the recorder stops."""
+    device, host = make_steps(calls=3)
+    end = Event("settled", 3 * STEP_US + 95, 1)  # microseconds; the third call ended
+    later = [dataclasses.replace(event, start=event.start + 4 * STEP_US) for event in (*device, *host)]
+    text = to_planes([*device, *later[: len(device)]], [*host, end, *later[len(device) :]])
+    whole = to_planes(device, host)
+    assert read_trace(gpu_trace.write(tmp_path / "cut", text)) == read_trace(gpu_trace.write(tmp_path / "whole", whole))
 
 
 def test_a_device_that_nobody_measured_has_no_ceiling(tmp_path):

@@ -6,8 +6,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxllm.config import RopeConfig
 from jaxllm.kernels.rotate_and_write import rotate
+from jaxllm.model_config import RopeConfig
 from jaxllm.models.rope import inverse_frequencies, rope_tables
 
 POSITIONS = np.array([0, 1, 7, 100, 8191])

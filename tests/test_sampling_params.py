@@ -1,6 +1,7 @@
 """`SamplingParams` and `BeamSearchParams`: what is not valid is named, with the remedy."""
 
 import pickle
+from fractions import Fraction
 
 import numpy as np
 import pytest
@@ -62,6 +63,10 @@ def test_numbers_of_numpy_are_as_good_as_those_of_python():
     bias[np.int64(4)] = np.float32(5)
     assert params.logit_bias == {3: 1}, "what the caller keeps is copied"
     assert pickle.loads(pickle.dumps(params)) == params
+    short = SamplingParams(min_tokens=np.int8(100), max_tokens=np.int8(120), presence_penalty=np.float16(0.5))
+    assert [type(value) for value in (short.min_tokens, short.max_tokens, short.presence_penalty)] == [int, int, float]
+    with pytest.raises(ValueError, match="use a smaller number"):
+        SamplingParams(temperature=Fraction(10**400))
 
 
 def test_only_what_is_asked_for_is_asked_for():

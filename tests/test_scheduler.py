@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from doubles import FakeEngine, expected_answer, make_request, sample
 
-from jaxllm.config import CacheSize
+from jaxllm.memory import CacheSize
 from jaxllm.request import FinishReason, Request, RequestStatus
 from jaxllm.scheduling.plan import StepOutput, StepPlan
 from jaxllm.scheduling.policy import FCFS

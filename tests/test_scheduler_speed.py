@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import pytest
 from doubles import make_request
 
-from jaxllm.config import CacheSize
+from jaxllm.memory import CacheSize
 from jaxllm.scheduling.plan import StepOutput
 from jaxllm.scheduling.policy_choice import POLICIES, make_order, make_victims
 from jaxllm.scheduling.scheduler import Scheduler, StepLimits

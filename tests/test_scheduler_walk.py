@@ -15,8 +15,8 @@ from doubles import FakeEngine, expected_answer, make_request
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from jaxllm.config import CacheSize, PreemptionVictim
-from jaxllm.memory import SwapCosts
+from jaxllm.config import PreemptionVictim
+from jaxllm.memory import CacheSize, SwapCosts
 from jaxllm.request import FinishReason, Request
 from jaxllm.scheduling.policy_choice import POLICIES, VICTIMS, make_order, make_victims
 from jaxllm.scheduling.scheduler import StepLimits

@@ -38,11 +38,12 @@ LONG = {"prompt": "Hello", "max_tokens": 150}
 class EndingServer:
     """The program above; its log is read as far as it has to be."""
 
-    def __init__(self, *arguments, **settings):
+    def __init__(self, *arguments, wait_for="fake is ready", **settings):
         command = [sys.executable, "-c", PROGRAM, str(TESTS), json.dumps({"port": 0} | settings), *arguments]
         self.process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
-        self.url = self._read_until("listening on ").split()[-1]
-        self._read_until("fake is ready")
+        if "uds" not in settings:
+            self.url = self._read_until("listening on ").split()[-1]
+        self._read_until(wait_for)
 
     def _read_until(self, text):
         for line in self.process.stderr:
@@ -125,12 +126,8 @@ def test_a_dead_engine_is_told_for_a_while_and_fails_the_process():
 
 def test_a_unix_socket(tmp_path):
     path = str(tmp_path / "socket")
-    command = [sys.executable, "-c", PROGRAM, str(TESTS), json.dumps({"uds": path})]
-    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
-        assert process.stderr is not None
-        while "is ready" not in process.stderr.readline():
-            assert process.poll() is None
-        with httpx2.Client(transport=httpx2.HTTPTransport(uds=path)) as client:
-            assert client.get("http://local/health").status_code == 200
-        process.terminate()
-        assert process.wait(10) == 0
+    server = EndingServer(uds=path)
+    with httpx2.Client(transport=httpx2.HTTPTransport(uds=path)) as client:
+        assert client.get("http://local/health").status_code == 200
+    server.process.terminate()
+    assert server.end()[0] == 0

@@ -99,7 +99,8 @@ def test_a_body_that_is_too_large():
         assert complete(server, prompt="x" * 900).status_code == 400  # it is read, and longer than the context
         assert error_of(complete(server, prompt="x" * 1000), 413)["code"] == "too_large"
         parts = (b" " * 100 for _ in range(11))  # no length beforehand
-        assert httpx2.post(f"{server.url}/v1/completions", content=parts).status_code == 413
+        headers = {"Content-Type": "application/json"}
+        assert httpx2.post(f"{server.url}/v1/completions", content=parts, headers=headers).status_code == 413
 
 
 def test_too_many_requests_are_refused(slow, pool):

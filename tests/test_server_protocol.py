@@ -336,7 +336,8 @@ def test_values_that_ask_for_nothing_are_no_mistake(server):
 
 @pytest.mark.parametrize("content", [b"{", b"[]", b'{"messages": NaN}', b"\xff", b'{"prompt": "\\ud800"}', b""])
 def test_a_body_that_is_no_json_object(server, content):
-    assert_error(httpx2.post(f"{server.url}/v1/completions", content=content), 400)
+    headers = {"Content-Type": "application/json; charset=utf-8"}
+    assert_error(httpx2.post(f"{server.url}/v1/completions", content=content, headers=headers), 400)
 
 
 def test_a_prompt_that_is_too_long(server):

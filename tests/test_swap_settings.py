@@ -9,9 +9,10 @@ import jax
 import pytest
 from jax._src import xla_bridge
 
-from jaxllm.config import EngineConfig, ModelConfig
+from jaxllm.config import EngineConfig
 from jaxllm.engine.engine_stats import EngineStats
 from jaxllm.memory import GIB, MemoryBudget
+from jaxllm.model_config import ModelConfig
 from jaxllm.parallel.mesh import HOST_LIMIT, MEMORY_FRACTIONS, prepare_devices
 from jaxllm.runner.kv_cache import CachePlan
 from jaxllm.serving.metrics import Metrics

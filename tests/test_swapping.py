@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 from doubles import FakeEngine, expected_answer, make_request, prompt_request
 
-from jaxllm.config import CacheSize
-from jaxllm.memory import SwapCosts
+from jaxllm.memory import CacheSize, SwapCosts
 from jaxllm.request import FinishReason, Request, RequestStatus
 from jaxllm.scheduling.kv_manager import KVManager, Moves
 from jaxllm.scheduling.plan import SwapIn, SwapOut

@@ -14,7 +14,7 @@ from test_families_logits import QUICK
 from tiny_model import CONTEXT, VOCAB, Oracle, check_answer, make_params, write_model
 
 from jaxllm import LLMEngine
-from jaxllm.runner import host_memory, model_runner
+from jaxllm.runner import host_memory, programs
 
 LOGPROB_BOUND = 1e-4
 NUM_TOKENS = 16
@@ -95,7 +95,7 @@ OPTIONS = {
 @pytest.fixture(autouse=True)
 def quick(monkeypatch):
     """Compiling takes most of the time."""
-    monkeypatch.setitem(model_runner.EAGER_OPTIONS, "cpu", QUICK)
+    monkeypatch.setitem(programs.EAGER_OPTIONS, "cpu", QUICK)
     monkeypatch.setattr(host_memory, "CHUNK_TOKENS", 32)
 
 

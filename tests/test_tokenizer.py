@@ -2,6 +2,8 @@
 
 import json
 import sys
+import threading
+import time
 from datetime import datetime
 from pathlib import Path
 from types import SimpleNamespace
@@ -379,3 +381,21 @@ def test_named_templates_without_a_default():
     tokenizer = Tokenizer(gguf_backend(METADATA), {}, {"rag": "x"})
     with pytest.raises(ValueError, match=r"\['rag'\].*'default'"):
         tokenizer.render_chat(CHAT)
+
+
+def test_other_threads_run_while_a_long_text_is_tokenized():
+    tokenizer, begin, tokens = from_metadata(), threading.Event(), []
+
+    def encode():
+        begin.wait()
+        tokens.extend(tokenizer.encode("hell o " * 50_000))
+
+    thread = threading.Thread(target=encode)
+    thread.start()
+    begin.set()
+    num_turns = 0
+    while thread.is_alive():
+        time.sleep(0.001)
+        num_turns += 1
+    assert num_turns > 10, "a server stands still meanwhile"
+    assert tokenizer.decode(tokens) == "hell o " * 50_000

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from doubles import FakeEngine, expected_answer, make_request
 
-from jaxllm.config import CacheSize
+from jaxllm.memory import CacheSize
 from jaxllm.request import Request
 from jaxllm.scheduling.displacement import PATIENCE
 from jaxllm.scheduling.plan import StepPlan

@@ -58,6 +58,13 @@ def decode_seconds(engine: LLMEngine, workload: Workload, steps: int) -> list[fl
         if before and num_steps and not others:
             seconds += [(end - begin) / num_steps] * num_steps
     if len(seconds) < SETTLING + steps:
+        longest, limit = workload.num_tokens_of_longest, engine.config.max_model_len
+        assert isinstance(limit, int), "unresolved defaults"
+        if longest > limit:
+            raise ValueError(
+                f"rows={rows}: prompt and answer need {longest} tokens, but max_model_len={limit}: "
+                "lower rows, context or steps, or raise max_model_len"
+            )
         raise ValueError(
             f"rows={rows}: {len(seconds)} of {SETTLING + steps} steps decoded all rows at once, the K/V cache does not "
             "hold them all: lower rows, context or steps, or raise kv_cache_memory_bytes or gpu_memory_utilization"

@@ -32,7 +32,7 @@ def profile_decode(engine: LLMEngine, settings: ProfileSettings) -> Profile:
         OSError: the folder cannot be written to.
     """
     # Calls of several steps may overshoot, and some are in flight at every border.
-    spare = 4 * engine.core.runner.max_steps * engine.config.max_steps_in_flight
+    spare = 4 * engine.core.runner.programs.max_steps * engine.config.max_steps_in_flight
     workload = decode_workload(engine, settings.rows, settings.context, 2 * settings.steps + spare)
     enter_workload(engine, workload)
     try:

@@ -6,7 +6,7 @@ Invariant: the defaults are the measurements that the README's table is made of.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from jaxllm.profiling.ceilings import H200
 
@@ -28,6 +28,9 @@ class LatencySettings:
     rounds: int = 5
     """Prompts whose time to first token is measured, one after the other."""
 
+    def __post_init__(self) -> None:
+        _check_size(self, "rows", "context", "steps", "prompt_len", "rounds")
+
 
 @dataclass(frozen=True)
 class ProfileSettings:
@@ -43,9 +46,7 @@ class ProfileSettings:
     """Folder to record in, for Perfetto and XProf; it may hold other profiles."""
 
     def __post_init__(self) -> None:
-        for name in ("rows", "context", "steps"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name}={getattr(self, name)} is too small: use 1 or above")
+        _check_size(self, "rows", "context", "steps")
 
 
 @dataclass(frozen=True)
@@ -70,6 +71,9 @@ class ThroughputSettings:
     prefill_len: int = 512
     """In prefill, tokens of each prompt."""
 
+    def __post_init__(self) -> None:
+        _check_size(self, "num_prompts", "longest", "prefix_len", "own_len", "output_len", "prefill_len")
+
 
 @dataclass(frozen=True)
 class StartupSettings:
@@ -79,6 +83,9 @@ class StartupSettings:
     """Pairs of starts, each with caches of its own: the first finds them empty, the second warm."""
     eager: bool = False
     """Also start with --enforce-eager."""
+
+    def __post_init__(self) -> None:
+        _check_size(self, "rounds")
 
 
 class Extent(NamedTuple):
@@ -182,11 +189,14 @@ class ServeSettings:
     """Seed of prompts and of arrivals."""
 
     def __post_init__(self) -> None:
-        for name in ("num_prompts", "input_len", "output_len", "vocab_size"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ValueError(f"{name}={value} is too small: use 1 or above")
-        if any(number < 1 for number in self.concurrency):
-            raise ValueError(f"concurrency={self.concurrency} has a number below 1")
+        _check_size(self, "num_prompts", "input_len", "output_len", "vocab_size", "concurrency")
         if any(not 0 < rate < float("inf") for rate in self.request_rate):
             raise ValueError(f"request_rate={self.request_rate} has a rate that is not above 0")
+
+
+def _check_size(settings: Any, *names: str) -> None:
+    for name in names:
+        value = getattr(settings, name)
+        numbers = value if isinstance(value, tuple) else (value,)
+        if any(number is not None and number < 1 for number in numbers):
+            raise ValueError(f"{name}={value} is too small: use 1 or above")

@@ -25,6 +25,11 @@ class Workload:
         return sum(map(len, self.prompts))
 
     @property
+    def num_tokens_of_longest(self) -> int:
+        """Prompt and answer."""
+        return max(len(prompt) + length for prompt, length in zip(self.prompts, self.output_lens, strict=True))
+
+    @property
     def num_output_tokens(self) -> int:
         return sum(self.output_lens)
 

@@ -13,7 +13,7 @@ from collections.abc import AsyncGenerator
 from pathlib import Path
 from typing import Any
 
-from jaxllm.config import EngineConfig, ModelConfig
+from jaxllm.config import EngineConfig
 from jaxllm.engine.answers import Answers
 from jaxllm.engine.engine_client import EngineClient, EngineDeadError
 from jaxllm.engine.engine_stats import EngineStats
@@ -24,6 +24,7 @@ from jaxllm.engine.request_maker import Prompt, RequestMaker
 from jaxllm.engine.stand_in_tokenizer import open_tokenizer
 from jaxllm.engine.tokenizer import Tokenizer
 from jaxllm.logs import set_up_log
+from jaxllm.model_config import ModelConfig
 from jaxllm.outputs import RequestOutput, RequestTimes
 from jaxllm.request import FinishReason
 from jaxllm.sampling_params import SamplingParams
@@ -167,12 +168,12 @@ class AsyncLLM:
         """Records from now on what the engine does, below `folder`; see `LLM.start_profile`.
 
         Raises:
-            ValueError: something is being recorded already, or the folder cannot be written to.
+            ValueError: something is being recorded or written already, or the folder cannot be written to.
         """
         await self._profile("start_profile", folder)
 
     async def stop_profile(self) -> ProfileReport:
-        """Ends the recording, and reads it in a process of its own, so that no request waits for that.
+        """Ends the recording, writes it in a thread and reads it in a process of its own: no request waits for that.
 
         Raises:
             ValueError: nothing is being recorded, or no step ran meanwhile.
@@ -255,7 +256,7 @@ class AsyncLLM:
         stream = OutputStream(request_id, request, times)
         self._streams[engine_id], self._engine_ids[request_id] = stream, engine_id
         self._idle.clear()
-        self._client.send(AddRequest(packed))
+        self._client.send(AddRequest(engine_id, packed))
         return stream
 
     def _check_open(self) -> None:

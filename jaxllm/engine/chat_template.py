@@ -33,7 +33,7 @@ class ChatTemplate:
         self._sources = dict(sources)
         self._special_tokens = dict(special_tokens)
 
-    def render(self, messages: Sequence[Message], add_generation_prompt: bool = True, **variables: Any) -> str:
+    def render(self, /, messages: Sequence[Message], add_generation_prompt: bool = True, **variables: Any) -> str:
         """The prompt for a conversation.
 
         Args:

@@ -19,7 +19,8 @@ from jaxllm.outputs import TokenOutput
 from jaxllm.profiling.session import ProfilerSession
 from jaxllm.request import FinishReason, Request
 from jaxllm.runner.annotations import annotate, annotate_step
-from jaxllm.runner.model_runner import ModelRunner, PendingStep
+from jaxllm.runner.model_runner import ModelRunner
+from jaxllm.runner.pending_step import PendingStep
 from jaxllm.scheduling.plan import StepPlan
 from jaxllm.scheduling.policy_choice import make_order, make_victims
 from jaxllm.scheduling.scheduler import Scheduler, StepLimits
@@ -44,7 +45,7 @@ class EngineCore:
         limits = StepLimits(
             config.max_num_seqs,
             config.max_num_batched_tokens,
-            runner.admitted_blocks,
+            runner.programs.admitted_blocks,
             config.long_prefill_token_threshold,
         )
         order = make_order(config.scheduling_policy)
@@ -53,9 +54,12 @@ class EngineCore:
         self.scheduler = Scheduler(limits, runner.size, config.enable_prefix_caching, order, victims, rule)
         self.log = StepLog(self.scheduler, runner)
         self._in_flight: InFlight = deque()
-        self._pacer = StepPacer(runner.max_steps)
+        self._pacer = StepPacer(runner.programs.max_steps)
         self._session: ProfilerSession | None = None
-        self._end: BaseException | None = None
+        self._ended_session: ProfilerSession | None = None
+        self._end: Exception | None = None
+        self._waits = False
+        """For the device: nothing is half done."""
         # XLA ends the process badly if it exits while a step runs.
         self._drain_at_exit = weakref.finalize(self, _wait_for, self._in_flight)
 
@@ -64,14 +68,23 @@ class EngineCore:
         self.scheduler.add(request)
 
     def step(self) -> list[TokenOutput]:
-        """Launches what can be launched and reads the oldest step; empty if there is nothing to do."""
+        """Launches what can be launched and reads the oldest step; empty if there is nothing to do.
+
+        Ctrl-C while it waits for the device changes nothing. Anywhere else it ends the engine: in a step that is half
+        planned, blocks count as computed that never will be.
+        """
         self._check_alive()
+        self._waits = False
         try:
             self.log.begin()
             with annotate_step():
                 outputs = self._run_step()
         except Exception as error:
             self._end = error
+            raise
+        except BaseException as error:
+            if not self._waits:
+                self._end = RuntimeError(f"{type(error).__name__} came in the middle of a step")
             raise
         return outputs
 
@@ -91,18 +104,20 @@ class EngineCore:
         """Records what runs from now on, below `folder`; a step in between is not cut.
 
         Raises:
-            ValueError: something is being recorded already.
+            ValueError: something is being recorded, or written, already.
             OSError: the folder cannot be written to.
             RuntimeError: the engine is closed or failed.
         """
         self._check_alive()
         if self._session is not None:
             raise ValueError("a profile is being recorded already: stop it before another one is started")
+        if self._ended_session is not None and not self._ended_session.is_written:
+            raise ValueError("the last profile is being written: start another one when that is done")
         self._session = ProfilerSession(self.runner, folder, len(self._in_flight))
         return self._session
 
-    def stop_profile(self) -> Path:
-        """Ends the recording; returns its folder, for `jaxllm.profiling.report.write_report`.
+    def end_profile(self) -> ProfilerSession:
+        """Ends the recording; the session has to be written, which a thread can do while steps go on.
 
         Raises:
             ValueError: nothing is being recorded.
@@ -111,7 +126,16 @@ class EngineCore:
         if self._session is None:
             raise ValueError("no profile is being recorded: start one first")
         session, self._session = self._session, None
-        return session.stop()
+        session.end()
+        self._ended_session = session
+        return session
+
+    def stop_profile(self) -> Path:
+        """Ends the recording and writes it; returns its folder, for `jaxllm.profiling.report.write_report`.
+
+        Raises as `end_profile` does.
+        """
+        return self.end_profile().write()
 
     @property
     def has_unfinished(self) -> bool:
@@ -155,7 +179,9 @@ class EngineCore:
         if len(self._in_flight) > 1:
             self._pacer.note_read(pending.is_ready)
         with annotate("read"):
+            self._waits = True
             output = pending.result()  # may be interrupted: the step is then still there
+            self._waits = False
         self._in_flight.popleft()
         with annotate("update"):
             token_outputs = self.scheduler.update(plan, output)

@@ -9,12 +9,13 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from jaxllm.config import EngineConfig, ModelConfig
+from jaxllm.config import EngineConfig
 from jaxllm.engine.answers import Answers
 from jaxllm.engine.request_maker import Prompt, RequestMaker
 from jaxllm.engine.stand_in_tokenizer import open_tokenizer
 from jaxllm.engine.start import start_core
 from jaxllm.logs import set_up_log
+from jaxllm.model_config import ModelConfig
 from jaxllm.outputs import RequestOutput
 from jaxllm.request import FinishReason, Request
 from jaxllm.runner.annotations import annotate
@@ -60,7 +61,11 @@ class LLMEngine:
         """
         text, request = self.make_request(request_id, prompt, params, priority)
         self.answers.add(text, request)
-        self.core.add_request(request)
+        try:
+            self.core.add_request(request)
+        except BaseException:
+            self.answers.abort(request_id)
+            raise
 
     def make_request(
         self, request_id: str, prompt: Prompt, params: SamplingParams | None = None, priority: int = 0

@@ -77,7 +77,7 @@ class EngineClient(asyncio.Protocol):
         """It was launched and can be asked: false from the moment that its end was noticed."""
         self._listener = listener
         self._launch: Callable[[socket.socket], Launched] = EngineThread if in_process else EngineProcess
-        self._watchdog = Watchdog(timeout, self._has_work, self._note_silence)
+        self._watchdog = Watchdog(timeout, self._has_work, self._ask, self._note_silence)
         self._timeout = timeout
         self._frames = Frames(FromEngine)
         self._handlers: dict[type[Message], Callable[[Any], None]] = {
@@ -199,6 +199,13 @@ class EngineClient(asyncio.Protocol):
 
     def _take_end(self, ended: Ended) -> None:
         self._end(f"the engine failed: {ended.reason}", ended.error())
+
+    def _ask(self) -> None:
+        """A question whose answer nobody waits for but the watchdog."""
+        number = next(self._numbers)
+        self._calls[number] = future = asyncio.get_running_loop().create_future()
+        future.add_done_callback(lambda _: self._calls.pop(number))
+        self.send(Call(number, "stats"))
 
     def _note_silence(self) -> None:
         self._engine.kill()

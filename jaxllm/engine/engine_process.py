@@ -16,11 +16,12 @@ import selectors
 import signal
 import socket
 import sys
+import threading
+from collections import deque
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from jaxllm.config import ModelConfig
 from jaxllm.engine.core import EngineCore
 from jaxllm.engine.engine_stats import EngineStats
 from jaxllm.engine.inspection import inspect_memory, inspect_requests
@@ -46,6 +47,7 @@ from jaxllm.engine.messages import (
 )
 from jaxllm.engine.start import start_core
 from jaxllm.logs import FORMAT
+from jaxllm.model_config import ModelConfig
 from jaxllm.outputs import TokenOutput
 from jaxllm.request import Request
 
@@ -66,22 +68,36 @@ class EngineLink:
         self._socket = end
         self._frames = Frames(ToEngine)
         self._unsent = bytearray()
+        self._posted: deque[Message] = deque()
         self._selector = selectors.DefaultSelector()
         end.setblocking(False)
         self._selector.register(end, selectors.EVENT_READ)
+        self._waker, self._woken = socket.socketpair()
+        """A byte from the first to the second ends a wait."""
+        for own in (self._waker, self._woken):
+            own.setblocking(False)
+        self._selector.register(self._woken, selectors.EVENT_READ)
 
     def receive(self, wait: bool) -> list[Any]:
         """Messages that are there; at least one if it may wait for it."""
         messages = self._read()
+        self._send_posted()
         while wait and not messages:
             self._wait()
             messages = self._read()
+            self._send_posted()
         return messages
 
     def send(self, message: Message) -> None:
         """Send what the socket takes now, and the rest later on."""
         self._unsent += encode(message)
         self._write()
+
+    def post(self, message: Message) -> None:
+        """Send from another thread: as soon as the loop receives. Nothing happens once the link is closed."""
+        self._posted.append(message)
+        with contextlib.suppress(OSError):
+            self._waker.send(b"\0")
 
     def close(self) -> None:
         """Send what is left, and close."""
@@ -91,12 +107,19 @@ class EngineLink:
         except OSError:  # nobody reads any more
             logger.debug("the other end is closed")
         self._selector.close()
-        self._socket.close()
+        for end in (self._socket, self._waker, self._woken):
+            end.close()
 
     def _wait(self) -> None:
         self._selector.modify(self._socket, selectors.EVENT_READ | (selectors.EVENT_WRITE if self._unsent else 0))
         self._selector.select()
+        with contextlib.suppress(BlockingIOError):
+            self._woken.recv(READ_BYTES)
         self._write()
+
+    def _send_posted(self) -> None:
+        while self._posted:
+            self.send(self._posted.popleft())
 
     def _read(self) -> list[Any]:
         try:
@@ -140,9 +163,10 @@ class EngineLoop:
             "reset_prefix_cache": core.reset_prefix_cache,
             "memory": lambda: inspect_memory(core).to_dict(),
             "start_profile": self._start_profile,
-            "stop_profile": self._stop_profile,
             "debug_requests": lambda: [state.to_dict() for state in inspect_requests(core)],
         }
+        self._long_calls: dict[str, Callable[..., Callable[[], Any]]] = {"stop_profile": self._end_profile}
+        """What these return makes the answer, in a thread: steps do not wait for it."""
 
     def run(self) -> None:
         """Until it is told to stop.
@@ -157,12 +181,12 @@ class EngineLoop:
                 self._step()
 
     def _add(self, message: AddRequest) -> None:
-        request: Request = unpack(message.request)
-        members = {one.request_id: one for one in (request, *request.children)}
         try:
+            request: Request = unpack(message.request)
+            members = {one.request_id: one for one in (request, *request.children)}
             self._core.add_request(request)
         except ValueError as error:
-            self._link.send(Refused(request.request_id, str(error)))
+            self._link.send(Refused(message.request_id, str(error)))
         else:
             self._without_token |= members
 
@@ -172,13 +196,24 @@ class EngineLoop:
             self._without_token.pop(request_id, None)
 
     def _answer(self, message: Call) -> None:
-        self._link.send(Reply(message.number, self._calls[message.method](*message.arguments)))
+        if message.method not in self._long_calls:
+            self._link.send(Reply(message.number, self._calls[message.method](*message.arguments)))
+            return
+        make = self._long_calls[message.method](*message.arguments)
+        threading.Thread(
+            target=lambda: self._link.post(Reply(message.number, make())), name=f"jaxllm {message.method}"
+        ).start()
 
     def _start_profile(self, folder: str) -> dict[str, str]:
         return _folder_or_error(lambda: self._core.start_profile(Path(folder)).folder)
 
-    def _stop_profile(self) -> dict[str, str]:
-        return _folder_or_error(self._core.stop_profile)
+    def _end_profile(self) -> Callable[[], dict[str, str]]:
+        try:
+            session = self._core.end_profile()
+        except (ValueError, OSError) as error:
+            answer = {"error": str(error)}
+            return lambda: answer
+        return lambda: _folder_or_error(session.write)
 
     def _stop(self, message: Stop) -> None:
         self._stopped = True
@@ -242,6 +277,9 @@ def _folder_or_error(profile: Callable[[], Path]) -> dict[str, str]:
         return {"folder": str(profile())}
     except (ValueError, OSError) as error:
         return {"error": str(error)}
+    except Exception as error:
+        logger.exception("the profile is lost")
+        return {"error": f"{type(error).__name__}: {error}"}
 
 
 def run_engine(end: socket.socket) -> bool:

@@ -13,10 +13,12 @@ from types import FrameType
 def note_interrupt() -> Iterator[threading.Event]:
     """Sets the event on the first Ctrl-C; another one, if a step hangs, raises KeyboardInterrupt.
 
-    Signals reach the main thread only: in any other one the event is never set.
+    Signals reach the main thread only: in any other one the event is never set. Nor is it where Ctrl-C is ignored, as
+    in a job that a script put into the background.
     """
     interrupted = threading.Event()
-    if threading.current_thread() is not threading.main_thread():
+    is_main = threading.current_thread() is threading.main_thread()
+    if not is_main or signal.getsignal(signal.SIGINT) in (signal.SIG_IGN, None):  # None: not Python's to restore
         yield interrupted
         return
 

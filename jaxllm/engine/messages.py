@@ -17,7 +17,10 @@ from jaxllm.outputs import TokenOutput
 from jaxllm.request import FinishReason
 
 LENGTH_BYTES = 8
-FUNCTION_REMEDY = 'the engine\'s process has to find the function; name it as "package.module:function"'
+IMPORT_REMEDY = (
+    "the engine's process has to be able to import what it is given: define it in a module, not in a script, and name "
+    'functions as "package.module:function"'
+)
 CROSSING = {error.__name__: error for error in (ValueError, TypeError, OSError, MemoryError)}
 """Errors that are raised on the other side as what they are."""
 
@@ -36,6 +39,7 @@ class Start(Message, frozen=True):
 class AddRequest(Message, frozen=True):
     """To the engine: a new request, with its children."""
 
+    request_id: str
     request: bytes
     """Packed."""
 
@@ -168,15 +172,15 @@ def pack(value: Any) -> bytes:
     try:
         return pickle.dumps(value)
     except (pickle.PicklingError, AttributeError, TypeError) as error:
-        raise ValueError(f"{error}: {FUNCTION_REMEDY}") from error
+        raise ValueError(f"{error}: {IMPORT_REMEDY}") from error
 
 
 def unpack(packed: bytes) -> Any:
     """What `pack` was given; raises as it does."""
     try:
         return pickle.loads(packed)
-    except (AttributeError, ImportError) as error:
-        raise ValueError(f"{error}: {FUNCTION_REMEDY}") from error
+    except Exception as error:  # noqa: BLE001 - by names, which may lead to anything here
+        raise ValueError(f"{error}: {IMPORT_REMEDY}") from error
 
 
 _encoder = msgspec.msgpack.Encoder()

@@ -9,10 +9,11 @@ import logging
 import random
 from collections.abc import Iterable, Sequence
 from numbers import Integral
-from typing import NotRequired, TypedDict
+from typing import Any, NotRequired, TypedDict
 
-from jaxllm.config import EngineConfig, ModelConfig
-from jaxllm.engine.tokenizer import Tokenizer
+from jaxllm.config import EngineConfig
+from jaxllm.engine.tokenizer import Tokenizer, check_unicode
+from jaxllm.model_config import ModelConfig
 from jaxllm.request import Request
 from jaxllm.sampling_params import (
     MAX_BAD_WORD_TOKENS,
@@ -40,12 +41,23 @@ class TokensPrompt(TypedDict):
     """A prompt that is tokenized already."""
 
     prompt_token_ids: Sequence[int]
+    prompt: NotRequired[str]
+    """Their text, for the output to show."""
     cache_salt: NotRequired[str]
 
 
 type Prompt = str | Sequence[int] | TextPrompt | TokensPrompt
+PROMPT_KEYS = ("prompt", "prompt_token_ids", "cache_salt")
 
 MOST_PRIORITY = 2**31 - 1
+
+
+def check_priority(priority: object) -> None:
+    """Raises ValueError if it is no priority under any policy."""
+    if isinstance(priority, bool) or not isinstance(priority, int):
+        raise ValueError(f"priority={priority!r} is not valid: use a whole number, the lower the sooner")
+    if abs(priority) > MOST_PRIORITY:
+        raise ValueError(f"priority is not valid: use a number from -{MOST_PRIORITY} to {MOST_PRIORITY}")
 
 
 class RequestMaker:
@@ -84,6 +96,7 @@ class RequestMaker:
         """
         if not isinstance(request_id, str):
             raise ValueError(f"request_id={request_id!r} is not a string")
+        check_unicode("request_id", request_id)
         if not isinstance(params, SamplingParams | None):
             raise ValueError(f"params={params!r} is not a SamplingParams")
         params = params or self.default_params
@@ -95,13 +108,13 @@ class RequestMaker:
         self._check_logprobs(params, len(token_ids))
         request = Request(
             request_id,
-            tuple(token_ids),
+            tuple(map(int, token_ids)),  # NumPy's would overflow, and are no JSON
             params,
             self._eos_token_ids,
             max_len=min(self._max_model_len, len(token_ids) + (params.max_tokens or self._max_model_len)),
             seed=self._make_seed(params, 0),
             cache_salt=_get_salt(prompt),
-            priority=priority,
+            priority=int(priority),  # of an enumeration of the caller's, which the engine's process may not know
             bad_word_ids=bad_word_ids,
         )
         request.fork({f"{index}_{request_id}": self._make_seed(params, index) for index in range(1, params.n)})
@@ -109,33 +122,22 @@ class RequestMaker:
 
     def _make_seed(self, params: SamplingParams, index: int) -> int:
         """Of the answer with this index."""
-        return (self._seeds.getrandbits(64) if params.seed is None else params.seed + index) % 2**64
+        return (self._seeds.getrandbits(64) if params.seed is None else int(params.seed) + index) % 2**64
 
     def _tokenize(self, prompt: Prompt) -> tuple[str | None, list[int]]:
-        given = prompt
-        if isinstance(given, dict):
-            given = given.get("prompt", given.get("prompt_token_ids"))
-        if isinstance(given, str):
-            return given, self._encode(given)
-        if not isinstance(given, Iterable):
+        text, given = _parts_of(prompt)
+        if given is None and isinstance(text, str):
+            check_unicode("prompt", text)
+            return text, self._tokenizer.encode(text)
+        if not isinstance(given, Iterable) or isinstance(given, str | bytes) or not isinstance(text, str | None):
             raise ValueError(
                 f"prompt={prompt!r} is neither text, nor a list of token ids, nor a dictionary with one of them as "
                 "'prompt' or 'prompt_token_ids'"
             )
-        return None, list(given)
-
-    def _encode(self, text: str) -> list[int]:
-        try:
-            text.encode()
-        except UnicodeEncodeError as error:
-            raise ValueError(f"prompt={text!r} is not valid Unicode: {error.reason} at {error.start}") from error
-        return self._tokenizer.encode(text)
+        return text, list(given)
 
     def _check_priority(self, priority: int) -> None:
-        if isinstance(priority, bool) or not isinstance(priority, int):
-            raise ValueError(f"priority={priority!r} is not valid: use a whole number, the lower the sooner")
-        if abs(priority) > MOST_PRIORITY:
-            raise ValueError(f"priority is not valid: use a number from -{MOST_PRIORITY} to {MOST_PRIORITY}")
+        check_priority(priority)
         if priority and not self.uses_priority:
             raise ValueError(
                 f"priority={priority} means nothing under scheduling_policy={self._policy!r}: start the engine with "
@@ -165,6 +167,7 @@ class RequestMaker:
         """
         spellings: list[tuple[int, ...]] = []
         for word in params.bad_words:
+            check_unicode("bad_words", word)
             inside, behind_space = (
                 tuple(self._tokenizer.encode(space + word.lstrip(), add_special_tokens=False)) for space in ("", " ")
             )
@@ -242,4 +245,15 @@ def _get_salt(prompt: Prompt) -> str | None:
     salt = prompt.get("cache_salt") if isinstance(prompt, dict) else None
     if salt is not None and (not isinstance(salt, str) or not salt):
         raise ValueError(f"cache_salt={salt!r} is not valid: use a string that is not empty, or leave it away")
-    return salt
+    check_unicode("cache_salt", salt or "")
+    return None if salt is None else str.__str__(salt)
+
+
+def _parts_of(prompt: Any) -> tuple[Any, Any]:
+    """Its text and its token ids, as far as they are given; where both are, the token ids count, as in vLLM."""
+    if not isinstance(prompt, dict):
+        return (prompt, None) if isinstance(prompt, str) else (None, prompt)
+    for name, value in prompt.items():
+        if name not in PROMPT_KEYS and value is not None:
+            raise ValueError(f"prompt has the key {name!r}, which is not known: use {', '.join(PROMPT_KEYS)}")
+    return prompt.get("prompt"), prompt.get("prompt_token_ids")

@@ -10,8 +10,8 @@ from pathlib import Path
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
 
-from jaxllm.config import ModelConfig
 from jaxllm.engine.tokenizer import Tokenizer, load_tokenizer
+from jaxllm.model_config import ModelConfig
 
 NUM_BYTES = 256
 

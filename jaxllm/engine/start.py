@@ -10,8 +10,9 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from jaxllm.config import EngineConfig, ModelConfig
+from jaxllm.config import EngineConfig
 from jaxllm.engine.core import EngineCore
+from jaxllm.model_config import ModelConfig
 from jaxllm.models.hub import resolve_model
 from jaxllm.models.source import open_source
 from jaxllm.parallel.mesh import make_mesh, prepare_devices

@@ -64,7 +64,7 @@ class StepLog:
 
     def _tell_step(self, plan: StepPlan, seconds: float) -> None:
         scheduler, rows, tokens = self._scheduler, len(plan.rows), plan.num_tokens
-        bucket = self._runner.ladder.select(tokens, rows, any(row.admitted for row in plan.rows))
+        bucket = self._runner.programs.ladder.select(tokens, rows, any(row.admitted for row in plan.rows))
         logger.debug(
             "step: %.2f ms, rows %d, tokens %d of %s (padding %.0f%%), steps %d; running %d, waiting %d, "
             "swapped %d, free blocks %d",

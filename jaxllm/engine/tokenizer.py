@@ -34,12 +34,18 @@ class Tokenizer:
         self._template = ChatTemplate(chat_templates, self._special_tokens) if chat_templates else None
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Token ids of a text, with the begin token that the model expects unless told otherwise."""
-        return self.backend.encode(text, add_special_tokens=add_special_tokens).ids
+        """Token ids of a text, with the begin token that the model expects unless told otherwise.
+
+        Other threads run meanwhile: the library lets them only where it encodes a batch. The fast form leaves out
+        where the tokens are in the text.
+        """
+        (encoding,) = self.backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+        return encoding.ids
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
-        """Text of token ids; bytes that form no character become U+FFFD, unknown ids nothing."""
-        return self.backend.decode(list(ids), skip_special_tokens=skip_special_tokens)
+        """Text of token ids; bytes that form no character become U+FFFD, unknown ids nothing. Other threads run."""
+        (text,) = self.backend.decode_batch([list(ids)], skip_special_tokens=skip_special_tokens)
+        return text
 
     def id_to_token(self, index: int) -> str | None:
         """A token as the vocabulary writes it; None for an id that no token has."""
@@ -79,7 +85,7 @@ class Tokenizer:
     def has_chat_template(self) -> bool:
         return self._template is not None
 
-    def render_chat(self, messages: Sequence[Message], add_generation_prompt: bool = True, **variables: Any) -> str:
+    def render_chat(self, /, messages: Sequence[Message], add_generation_prompt: bool = True, **variables: Any) -> str:
         """The prompt for a conversation.
 
         Args:
@@ -95,15 +101,26 @@ class Tokenizer:
         return self._template.render(messages, add_generation_prompt, **variables)
 
     def encode_chat(
-        self, messages: Sequence[Message], add_generation_prompt: bool = True, **variables: Any
+        self, /, messages: Sequence[Message], add_generation_prompt: bool = True, **variables: Any
     ) -> list[int]:
         """Token ids of `render_chat`, whose template already writes the special tokens."""
         text = self.render_chat(messages, add_generation_prompt, **variables)
+        check_unicode("messages", text)
         return self.encode(text, add_special_tokens=False)
 
     def _id_of(self, name: str) -> int | None:
         token = self._special_tokens.get(name)
         return None if token is None else self.backend.token_to_id(token)
+
+
+def check_unicode(name: str, text: str) -> None:
+    """Raises ValueError if a text holds half of a surrogate pair: it is no character, and no bytes stand for it."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(
+            f"{name} is not valid Unicode: {text[error.start]!r} at position {error.start} is no character: leave it away"
+        ) from error
 
 
 def load_tokenizer(path: Path) -> Tokenizer:

@@ -1,7 +1,8 @@
 """Notices that somebody who has work to do shows no sign of life.
 
-Invariant: no time is counted in which this event loop itself stood still, so that a signal that waits to be read is
-never taken for a missing one. Nothing runs while there is no work.
+Invariants: no time is counted in which this event loop itself stood still, so that a signal that waits to be read is
+never taken for a missing one. Nothing runs while there is no work. Work that was taken back, as nothing came of it, is
+no reason to stop looking: those who give up sooner than this does must not hide that nobody is there.
 """
 
 from __future__ import annotations
@@ -19,25 +20,31 @@ class Watchdog:
 
     Args:
         has_work: whether one is due.
+        ask: called where work was taken back before a sign came; gives some that brings one.
         on_silence: called once; then the watch is over.
     """
 
-    def __init__(self, timeout: float, has_work: Callable[[], bool], on_silence: Callable[[], None]) -> None:
+    def __init__(
+        self, timeout: float, has_work: Callable[[], bool], ask: Callable[[], None], on_silence: Callable[[], None]
+    ) -> None:
         self._period = min(timeout / 4, MAX_PERIOD)
         self._most_silent_looks = math.ceil(timeout / self._period)
         self._has_work = has_work
+        self._ask = ask
         self._on_silence = on_silence
         self._silent_looks = 0
+        self._is_heard = False
+        """There was a sign since the watch began, or since the last look."""
         self._timer: asyncio.TimerHandle | None = None
 
     def watch(self) -> None:
         """There is work from now on."""
         if self._timer is None:
-            self._silent_looks = 0
+            self._silent_looks, self._is_heard = 0, False
             self._wait()
 
     def note_life(self) -> None:
-        self._silent_looks = 0
+        self._silent_looks, self._is_heard = 0, True
 
     def stop(self) -> None:
         if self._timer is not None:
@@ -50,9 +57,13 @@ class Watchdog:
     def _look(self) -> None:
         self._timer = None
         self._silent_looks += 1
-        if not self._has_work():
+        has_work = self._has_work()
+        if not has_work and self._is_heard:
             return
         if self._silent_looks > self._most_silent_looks:
             self._on_silence()
-        else:
-            self._wait()
+            return
+        self._is_heard = False
+        self._wait()
+        if not has_work:
+            self._ask()

@@ -13,9 +13,9 @@ import jax
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
-from jaxllm.config import LayerKind, ModelConfig
 from jaxllm.kernels.ragged_paged_attention import Work, attend
 from jaxllm.kernels.rotate_and_write import HeadNorm, rotate_and_write
+from jaxllm.model_config import LayerKind, ModelConfig
 from jaxllm.models.layers import Projection, QKNorm, Setting
 from jaxllm.parallel.sharding import KV_CACHE_AXES, QKV_AXES, QUERY_AXES, REPLICATED, partition_spec
 
@@ -92,7 +92,11 @@ class Attention(nnx.Module):
         with jax.named_scope("write_kv"):
             slots = (placement.block, placement.offset)
             q, keys, values = rotate_and_write(
-                qkv, *rotation, *cache, *slots, norm=norm, dtype=self.setting.dtype, backend=backend
+                *(qkv, *rotation, *cache, *slots),
+                norm=norm,
+                dtype=self.setting.dtype,
+                invariant=self.setting.batch_invariant,
+                backend=backend,
             )
         with jax.named_scope("paged_attention"):
             options = {"scale": self.scale, "window": self.window, "soft_cap": self.soft_cap}

@@ -12,7 +12,7 @@ from typing import Protocol, Self
 
 import numpy as np
 
-from jaxllm.config import ModelConfig
+from jaxllm.model_config import ModelConfig
 from jaxllm.models.families import Family, NameMap
 from jaxllm.models.safetensors_checkpoint import SafetensorsCheckpoint
 

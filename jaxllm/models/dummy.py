@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxllm.config import ModelConfig
+from jaxllm.model_config import ModelConfig
 from jaxllm.models.checkpoint import open_checkpoint
 from jaxllm.models.expansion import Expansion
 from jaxllm.models.families import family_of_hf

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding
 
-from jaxllm.config import ModelConfig
+from jaxllm.model_config import ModelConfig
 from jaxllm.parallel.partition import EMPTY, HeadPlacement, place_heads
 from jaxllm.parallel.sharding import REPLICATED
 
@@ -52,7 +52,7 @@ class Expansion:
     @classmethod
     def of(cls, path: str, spec: jax.ShapeDtypeStruct, model: ModelConfig) -> Expansion:
         """Of the parameter at this dotted path, which is to be like `spec`."""
-        kind = ".".join(path.split(".")[-3:])
+        kind = _kind_of(path)
         num_devices = spec.sharding.mesh.size if isinstance(spec.sharding, NamedSharding) else 1
         return cls(kind if kind in _KINDS else None, spec.shape, num_devices, model)
 
@@ -107,6 +107,16 @@ class Expansion:
 def stored_specs(specs: Mapping[str, jax.ShapeDtypeStruct], model: ModelConfig) -> dict[str, jax.ShapeDtypeStruct]:
     """Specs of the same parameters as a checkpoint has them; what the devices cannot share evenly each has whole."""
     return {path: _stored_spec(spec, Expansion.of(path, spec, model).stored_shape) for path, spec in specs.items()}
+
+
+def whole_axis(path: str) -> int:
+    """An axis of the parameter at this dotted path that every device has whole, on any mesh: the first or the last."""
+    kind = _KINDS.get(_kind_of(path))
+    return -1 if kind is not None and kind.axis == 0 else 0
+
+
+def _kind_of(path: str) -> str:
+    return ".".join(path.split(".")[-3:])
 
 
 def _stored_spec(spec: jax.ShapeDtypeStruct, shape: Sizes) -> jax.ShapeDtypeStruct:

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from jaxllm.config import ModelConfig
+from jaxllm.model_config import ModelConfig
 from jaxllm.models import gguf_config, hf_config
 from jaxllm.models.tensor_names import (
     GGUF,

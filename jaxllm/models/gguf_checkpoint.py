@@ -16,7 +16,7 @@ import ml_dtypes
 import numpy as np
 from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 
-from jaxllm.config import ModelConfig
+from jaxllm.model_config import ModelConfig
 from jaxllm.models.families import Family, NameMap, family_of_gguf
 from jaxllm.models.gguf_config import with_rope_tensors
 from jaxllm.models.gguf_file import GgufHeader, GgufTensor, read_gguf_header

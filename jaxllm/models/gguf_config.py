@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxllm.config import LayerKind, ModelConfig, RopeConfig
+from jaxllm.model_config import LayerKind, ModelConfig, RopeConfig
 from jaxllm.models.hf_rope import yarn_magnitude
 
 type Metadata = Mapping[str, Any]

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Literal, get_args
 
-from jaxllm.config import LayerKind, ModelConfig, RopeConfig
+from jaxllm.model_config import LayerKind, ModelConfig, RopeConfig
 from jaxllm.models import hf_rope
 from jaxllm.models.hf_rope import Fields, whole_number
 

@@ -11,7 +11,7 @@ import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from jaxllm.config import RopeConfig
+from jaxllm.model_config import RopeConfig
 
 type Fields = Mapping[str, Any]
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -16,10 +17,12 @@ from flax import nnx
 from jax.sharding import Mesh, PartitionSpec
 from jaxtyping import Array, Float, Int
 
-from jaxllm.config import ModelConfig
 from jaxllm.kernels.add_rms_norm import add_rms_norm
 from jaxllm.kernels.backend import Backend
+from jaxllm.kernels.invariant_linear import invariant_linear
 from jaxllm.kernels.linear import linear, partial_products
+from jaxllm.model_config import ModelConfig
+from jaxllm.parallel.mesh import TENSOR_AXIS
 from jaxllm.parallel.sharding import REPLICATED, named_sharding, partition_spec, replicated
 
 type Axis = tuple[str, int]
@@ -34,6 +37,8 @@ class Setting:
     mesh: Mesh
     backend: Backend
     """Who computes attention and the operations between matrix products."""
+    batch_invariant: bool = False
+    """Every sum has one order, whatever else is computed beside it; not with the XLA backend."""
 
     @property
     def platform(self) -> str:
@@ -46,28 +51,61 @@ def parameter(axes: Sequence[Axis], dtype: jnp.dtype) -> nnx.Param:
     return nnx.Param(jnp.zeros([size for _, size in axes], dtype), axes=tuple(name for name, _ in axes))
 
 
+class Split(NamedTuple):
+    """Which axes of a projection the devices share."""
+
+    inputs: PartitionSpec
+    outputs: PartitionSpec
+
+    @classmethod
+    def of(cls, inputs: Sequence[Axis], outputs: Sequence[Axis]) -> Split:
+        return cls(*(partition_spec([name for name, _ in axes]) for axes in (inputs, outputs)))
+
+
+def multiply(
+    x: Float[Array, "tokens *inputs"], weight: Float[Array, "*outputs_inputs"], split: Split, setting: Setting
+) -> Float[Array, "tokens *outputs"]:
+    """A projection's product, with an order of its sums that is the fastest, or one that never changes.
+
+    Args:
+        weight: output axes, then input axes.
+        split: which of them the devices share.
+    """
+    num_inputs = len(split.inputs)
+    if not setting.batch_invariant:
+        return linear(x, weight, num_inputs=num_inputs, platform=setting.platform)
+
+    def local(x, weight):
+        y = invariant_linear(x, weight, num_inputs=num_inputs, interpret=setting.backend == "pallas_interpret")
+        return jax.lax.psum(y, TENSOR_AXIS) if any(split.inputs) else y
+
+    in_specs = PartitionSpec(None, *split.inputs), PartitionSpec(*split.outputs, *split.inputs)
+    out_specs = PartitionSpec(None, *split.outputs)
+    return jax.shard_map(local, mesh=setting.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)(x, weight)
+
+
 class Projection(nnx.Module):
     """A linear map from the last axes of its input to new ones, with an optional bias."""
 
     def __init__(self, inputs: Sequence[Axis], outputs: Sequence[Axis], setting: Setting, bias: bool = False):
         self.weight = parameter([*outputs, *inputs], setting.dtype)
         self.bias = parameter(outputs, setting.dtype) if bias else None
-        self.num_inputs, self.setting = len(inputs), setting
-        self.input_spec, self.output_spec = (partition_spec([name for name, _ in axes]) for axes in (inputs, outputs))
+        self.split, self.setting = Split.of(inputs, outputs), setting
 
     def __call__(self, x: Float[Array, "tokens *inputs"]) -> Float[Array, "tokens *outputs"]:
-        y = linear(x, self.weight[...], num_inputs=self.num_inputs, platform=self.setting.platform)
+        y = multiply(x, self.weight[...], self.split, self.setting)
         return y if self.bias is None else y + self.bias[...]
 
     def parts(self, x: Float[Array, "tokens *inputs"]) -> Float[Array, "splits tokens *outputs"]:
         """Parts that add up to `__call__`: several in float32 where the reader's kernel adds them, else one."""
-        if self.bias is not None or self.setting.backend == "xla" or self._devices_add_up:
+        whole = self.setting.backend == "xla" or self.setting.batch_invariant
+        if whole or self.bias is not None or self._devices_add_up:
             return self(x)[None]
         local = jax.shard_map(
-            partial(partial_products, num_inputs=self.num_inputs),
+            partial(partial_products, num_inputs=len(self.split.inputs)),
             mesh=self.setting.mesh,
-            in_specs=(REPLICATED, PartitionSpec(*self.output_spec, *self.input_spec)),
-            out_specs=PartitionSpec(None, None, *self.output_spec),
+            in_specs=(REPLICATED, PartitionSpec(*self.split.outputs, *self.split.inputs)),
+            out_specs=PartitionSpec(None, None, *self.split.outputs),
             check_vma=False,
         )
         return local(x, self.weight[...])
@@ -75,7 +113,7 @@ class Projection(nnx.Module):
     @property
     def _devices_add_up(self) -> bool:
         """Each device has a part of the inputs: the sum of what they compute crosses between them once, in x's dtype."""
-        return self.setting.mesh.size > 1 and any(self.input_spec)
+        return self.setting.mesh.size > 1 and any(self.split.inputs)
 
 
 class RMSNorm(nnx.Module):
@@ -137,15 +175,16 @@ class Embedding(nnx.Module):
 
     def __init__(self, vocab_size: int, hidden_size: int, setting: Setting):
         rows = -(-vocab_size // setting.mesh.size) * setting.mesh.size
-        self.weight = parameter([("vocab", rows), ("hidden", hidden_size)], setting.dtype)
-        self.vocab_size, self.setting = vocab_size, setting
+        outputs, inputs = ("vocab", rows), ("hidden", hidden_size)
+        self.weight = parameter([outputs, inputs], setting.dtype)
+        self.vocab_size, self.split, self.setting = vocab_size, Split.of([inputs], [outputs]), setting
 
     def __call__(self, token_ids: Int[Array, " tokens"]) -> Float[Array, "tokens hidden"]:
         return self.weight[...][token_ids]
 
     def logits(self, hidden: Float[Array, "rows hidden"]) -> Float[Array, "rows vocab"]:
         """Float32 scores of every token, all of them on every device."""
-        logits = linear(hidden, self.weight[...], num_inputs=1, platform=self.setting.platform)
+        logits = multiply(hidden, self.weight[...], self.split, self.setting)
         # Said outright, or XLA brings all of the table to every device instead.
         mesh = self.setting.mesh
         logits = jax.lax.with_sharding_constraint(logits, named_sharding(mesh, ("tokens", "vocab")))

@@ -16,13 +16,13 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from jaxllm.config import LayerKind, ModelConfig, RopeConfig
+from jaxllm.model_config import LayerKind, ModelConfig, RopeConfig
 from jaxllm.models.hf_folder import read_json
 
 CONFIG, PARAMS, TOKENIZER_GGUF = "config.json", "params", "tokenizer.gguf"
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model")
 """A folder with one of them has a tokenizer."""
-_FORMAT_KEY, _FORMAT = "jaxllm_format", 1
+_FORMAT_KEY, _FORMAT = "jaxllm_format", 2
 _COPIED = ("tokenizer*", "special_tokens_map.json", "chat_template*", "vocab.*", "merges.txt")
 
 

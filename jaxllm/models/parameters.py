@@ -13,7 +13,7 @@ from typing import Any
 import jax
 from flax import nnx
 
-from jaxllm.config import ModelConfig
+from jaxllm.model_config import ModelConfig
 from jaxllm.models.layers import Setting
 from jaxllm.models.transformer import Decoder
 from jaxllm.parallel.sharding import named_sharding

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, Self
 import ml_dtypes
 import numpy as np
 
-from jaxllm.config import ModelConfig
+from jaxllm.model_config import ModelConfig
 from jaxllm.models.families import Family, NameMap, family_of_hf
 from jaxllm.models.hf_config import StoredDType
 from jaxllm.models.hf_folder import read_config, read_sampling_defaults, weight_files

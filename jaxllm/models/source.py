@@ -14,7 +14,8 @@ from pathlib import Path
 
 import jax
 
-from jaxllm.config import EngineConfig, LoadFormat, ModelConfig
+from jaxllm.config import EngineConfig, LoadFormat
+from jaxllm.model_config import ModelConfig
 from jaxllm.models.checkpoint import open_checkpoint
 from jaxllm.models.dummy import dummy_model, dummy_params
 from jaxllm.models.hub import resolve_model

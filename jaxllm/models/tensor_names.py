@@ -14,7 +14,7 @@ from fnmatch import fnmatchcase
 
 import numpy as np
 
-from jaxllm.config import ModelConfig
+from jaxllm.model_config import ModelConfig
 
 
 @dataclass(frozen=True)

@@ -11,8 +11,8 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
-from jaxllm.config import LayerKind, ModelConfig, RopeConfig
 from jaxllm.kernels.linear import add_up
+from jaxllm.model_config import LayerKind, ModelConfig, RopeConfig
 from jaxllm.models.attention import Attention, LayerCache, Placement
 from jaxllm.models.layers import Embedding, GatedMLP, RMSNorm, Setting
 from jaxllm.models.rope import inverse_frequencies, rope_tables

@@ -13,7 +13,7 @@ import logging
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from jaxllm.config import ModelConfig
+from jaxllm.model_config import ModelConfig
 
 logger = logging.getLogger(__name__)
 

@@ -10,5 +10,7 @@ STEP = "step"
 SCHEDULE, PACK, LAUNCH, READ, UPDATE, DETOKENIZE = "schedule", "pack", "launch", "read", "update", "detokenize"
 HOST_WORK = (SCHEDULE, PACK, LAUNCH, READ, UPDATE, DETOKENIZE)
 """In the order of a step. To read is to wait for the device, most of all."""
+SETTLED = "settled"
+"""The end of a session, marked when nothing runs: what is recorded after it, until the recorder stops, is no part."""
 BETWEEN = "between"
 """What has no annotation: the loop itself, messages, the caller."""

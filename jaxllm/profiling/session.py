@@ -2,7 +2,8 @@
 
 JAX records it, in its own layout: the folder of a session opens in Perfetto and in XProf as it is. Steps run as they
 always do, in CUDA graphs, but one a call: of a loop in a graph only the first turn is recorded. Nothing is compiled for
-a session. Invariant: what runs on the device within a session was launched within it.
+a session. Invariants: what runs on the device within a session was launched within it; the engine's steps wait for
+`end` only, which takes milliseconds.
 """
 
 from __future__ import annotations
@@ -15,10 +16,11 @@ from pathlib import Path
 
 import jax
 
-from jaxllm.profiling.hlo import read_operations
+from jaxllm.profiling.host_work import SETTLED
 from jaxllm.profiling.session_facts import SessionFacts
 from jaxllm.profiling.stages import ATTENTION, HEAD, MLP
 from jaxllm.profiling.work import Sizes
+from jaxllm.runner.annotations import annotate
 from jaxllm.runner.device_memory import shard_bytes
 from jaxllm.runner.model_runner import ModelRunner
 
@@ -33,7 +35,7 @@ _ANNOTATED_BY_HAND = 2
 
 
 class ProfilerSession:
-    """A session that runs from when it is made until `stop`.
+    """A session that runs from when it is made until `end`; then `write` is due.
 
     Args:
         runner: the engine's; its launched steps are waited for.
@@ -48,7 +50,10 @@ class ProfilerSession:
     def __init__(self, runner: ModelRunner, folder: Path, num_unread: int):
         self.unprofiled_step_ms: float | None = None
         """Milliseconds of a step with nothing recorded, where somebody measured them for comparison."""
+        self.is_written = False
+        """JAX is done with it, and another session can begin."""
         self._runner, self._num_unread = runner, num_unread
+        self._used: dict[str, jax.stages.Compiled] = {}
         # Seconds are too coarse for JAX's own name to be the session's alone.
         name = f"{datetime.now(UTC):%Y-%m-%d_%H-%M-%S}_{time.time_ns() // 1000 % 10**6:06d}"
         self.folder = folder / _RUNS / name
@@ -66,14 +71,29 @@ class ProfilerSession:
             self.folder.rmdir()
             raise ValueError(f"no profile can be recorded: {error}") from error
 
-    def stop(self) -> Path:
-        """Ends it; returns its folder, which holds everything that was recorded."""
+    def end(self) -> None:
+        """Ends it, between two steps of the engine: those that are launched from now on are no part of it."""
         try:
             self._settle()
-        finally:
+        except BaseException:
             jax.profiler.stop_trace()
-        jax.profiler.save_device_memory_profile(self.folder / MEMORY_FILE)
-        self._facts().write(self.folder)
+            raise
+        with annotate(SETTLED):
+            runner = self._runner
+            self._used = {**runner.executables.get_used(), **runner.scoring.get_used()}
+            jax.profiler.save_device_memory_profile(self.folder / MEMORY_FILE)
+
+    def write(self) -> Path:
+        """Stops the recorder, which takes seconds; may run in a thread, beside the engine's steps.
+
+        Returns:
+            The session's folder, which holds everything that was recorded.
+        """
+        try:
+            jax.profiler.stop_trace()
+            self._facts().write(self.folder)
+        finally:
+            self.is_written = True
         return self.folder
 
     def _settle(self) -> None:
@@ -82,17 +102,14 @@ class ProfilerSession:
 
     def _facts(self) -> SessionFacts:
         runner = self._runner
-        programs, operations = {}, {}
-        for executables in (runner.executables, runner.scoring):
-            for shape in executables.used:
-                # As the runner names its functions, and JAX the programs of functions.
-                programs[shape.name] = program = f"jit_{shape.name.replace('-', '_')}"
-                operations[program] = read_operations(_text_of(executables.get(shape), program))
-        dtype = runner.dtype.name
+        # As the runner names its functions, and JAX the programs of functions.
+        programs = {name: f"jit_{name.replace('-', '_')}" for name in self._used}
+        texts = {programs[name]: _text_of(compiled, programs[name]) for name, compiled in self._used.items()}
+        dtype = runner.programs.dtype.name
         sizes = Sizes.of(runner.model, dtype, runner.mesh.size, _weight_bytes(runner))
         kind = runner.mesh.devices.flat[0].device_kind
         return SessionFacts(
-            _describe(runner, kind), kind, sizes, programs, operations, self._num_unread, self.unprofiled_step_ms
+            _describe(runner, kind), kind, sizes, programs, texts, self._num_unread, self.unprofiled_step_ms
         )
 
 
@@ -108,7 +125,7 @@ def _text_of(compiled: jax.stages.Compiled, program: str) -> str:
 def _describe(runner: ModelRunner, device_kind: str) -> dict[str, str | int]:
     return {
         "model": runner.config.model,
-        "dtype": runner.dtype.name,
+        "dtype": runner.programs.dtype.name,
         "devices": f"{runner.mesh.size} x {device_kind}",
         "graphs": _graphs(runner),
         "jax": jax.__version__,
@@ -119,14 +136,14 @@ def _describe(runner: ModelRunner, device_kind: str) -> dict[str, str | int]:
 
 def _graphs(runner: ModelRunner) -> str:
     """Whether what was recorded ran as CUDA graphs."""
-    return "none" if runner.platform == "cpu" or runner.config.enforce_eager else "on"
+    return "none" if runner.programs.platform == "cpu" or runner.config.enforce_eager else "on"
 
 
 def _weight_bytes(runner: ModelRunner) -> dict[str, int]:
     """Bytes that a step reads on one device, by stage: everything but the table that tokens are looked up in."""
     weights = {ATTENTION: 0, MLP: 0, HEAD: 0}
     tied = runner.model.tie_word_embeddings
-    for name, spec in runner.definition.specs.items():
+    for name, spec in runner.programs.definition.specs.items():
         stage = _stage_of_parameter(name, tied)
         if stage is not None:
             weights[stage] += shard_bytes([spec])

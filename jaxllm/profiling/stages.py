@@ -6,6 +6,7 @@ A stage is a path of names: "embed", "layer_07/attention/paged_attention". Invar
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections import Counter
 from collections.abc import Iterable
@@ -38,6 +39,20 @@ def most_common(stages: Iterable[str | None]) -> str | None:
     """The stage of what consists of operations of these stages."""
     whole = Counter(stage for stage in stages if is_whole(stage))
     return whole.most_common(1)[0][0] if whole else None
+
+
+def common_stage(stages: Iterable[str | None]) -> str | None:
+    """The innermost stage that all of them lie in; None if there is none. Those that are not known do not count."""
+    paths = [stage.split("/") for stage in stages if stage is not None and is_whole(stage)]
+    alike = itertools.takewhile(lambda names: len(set(names)) == 1, zip(*paths, strict=False))
+    common = "/".join(names[0] for names in alike)
+    return common if common and is_whole(common) else None
+
+
+def without_part(stage: str) -> str:
+    """ "layer_07/attention" for "layer_07/attention/write_kv"."""
+    names = stage.split("/")
+    return "/".join(names[: 2 if _LAYER.match(names[0]) else 1])
 
 
 def without_layer(stage: str) -> str:

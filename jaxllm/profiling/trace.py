@@ -1,11 +1,12 @@
 """What a profiler session recorded: the operations of devices, and what the host did meanwhile.
 
 Read from JAX's own file with JAX's own reader. Invariant: nothing here knows a model. All times are nanoseconds of
-one clock.
+one clock, and lie before the session's end.
 """
 
 from __future__ import annotations
 
+import math
 import re
 import warnings
 from collections.abc import Iterator, Mapping
@@ -15,11 +16,12 @@ from typing import Any, NamedTuple
 
 import jax
 
-from jaxllm.profiling.host_work import HOST_WORK, STEP
+from jaxllm.profiling.host_work import HOST_WORK, SETTLED, STEP
 
 XPLANE_FILES = "*.xplane.pb"
 _GPU_PLANE = re.compile(r"/device:GPU:(\d+)")
 _CPU_PLANE = "/host:CPU"
+_ANNOTATIONS = frozenset({STEP, SETTLED, *HOST_WORK})
 _GRAPH = "command_buffer"
 """What XLA names in place of the operation of a kernel in a CUDA graph."""
 _STREAM = "Stream"
@@ -103,7 +105,15 @@ def make_trace(planes: Any) -> Trace:
                 operations, annotations = _of_thread(line)
                 lanes += [Lane(device, line.name, _sorted(events)) for device, events in sorted(operations.items())]
                 host += annotations
-    return Trace(tuple(lane for lane in lanes if lane.events), tuple(sorted(host, key=lambda event: event.start)))
+    return _cut(lanes, host)
+
+
+def _cut(lanes: list[Lane], host: list[HostEvent]) -> Trace:
+    """What began before the session's end; all, if nothing marks it."""
+    end = min((event.start for event in host if event.name == SETTLED), default=math.inf)
+    cut = [Lane(lane.device, lane.name, tuple(event for event in lane.events if event.start < end)) for lane in lanes]
+    before = sorted((event for event in host if event.start < end), key=lambda event: event.start)
+    return Trace(tuple(lane for lane in cut if lane.events), tuple(before))
 
 
 def _of_thread(line: Any) -> tuple[dict[int, list[DeviceEvent]], list[HostEvent]]:
@@ -111,7 +121,7 @@ def _of_thread(line: Any) -> tuple[dict[int, list[DeviceEvent]], list[HostEvent]
     operations: dict[int, list[DeviceEvent]] = {}
     annotations: list[HostEvent] = []
     for event in line.events:
-        if event.name == STEP or event.name in HOST_WORK:
+        if event.name in _ANNOTATIONS:
             annotations.append(HostEvent(event.start_ns, event.end_ns, event.name, dict(event.stats)))
         elif event.duration_ns > 0 and "hlo_op" in (stats := dict(event.stats)):
             operations.setdefault(stats.get("device_ordinal", 0), []).append(_device_event(event, stats))

@@ -10,7 +10,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from jaxllm.config import ITEMSIZES, ModelConfig
+from jaxllm.config import ITEMSIZES
+from jaxllm.model_config import ModelConfig
 from jaxllm.profiling.stages import ATTENTION, EMBED, HEAD, MLP, PAGED_ATTENTION, SAMPLE, WRITE_KV
 
 _FLOAT32_BYTES = 4

@@ -60,6 +60,10 @@ class Executables[S: Shape]:
         self.used.add(bucket)
         return self.compiled[bucket]
 
+    def get_used(self) -> dict[str, jax.stages.Compiled]:
+        """Those that were asked for since `used` was cleared, by the names of their shapes."""
+        return {shape.name: self.get(shape) for shape in self.used}
+
     def compile_all(self, buckets: Sequence[S], progress: bool = True) -> None:
         """Loads or compiles every bucket, in parallel, with a progress bar on a terminal."""
         with ThreadPoolExecutor(max_workers=min(len(buckets), os.cpu_count() or 1)) as pool:

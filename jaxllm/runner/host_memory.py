@@ -22,7 +22,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Int
 
-from jaxllm.config import CacheSize
+from jaxllm.memory import CacheSize
 from jaxllm.models.attention import LayerCache
 from jaxllm.parallel.sharding import KV_CHUNK_AXES, named_sharding, replicated
 from jaxllm.runner.executable_store import ExecutableStore

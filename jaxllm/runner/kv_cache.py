@@ -15,8 +15,9 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from jaxllm.config import CacheSize, EngineConfig, ModelConfig
-from jaxllm.memory import GIB, MemoryBudget, round_blocks, show_bytes
+from jaxllm.config import EngineConfig
+from jaxllm.memory import GIB, CacheSize, MemoryBudget, round_blocks, show_bytes
+from jaxllm.model_config import ModelConfig
 from jaxllm.models.attention import LayerCache
 from jaxllm.parallel.sharding import KV_CACHE_AXES, named_sharding
 from jaxllm.runner.host_memory import chunk_blocks

@@ -156,7 +156,14 @@ def place_tokens(
         state.block_table[step.seats],
         step.context_lens,
         step.query_start,
-        sizes=Sizes(tokens.ids.shape[0], block_size, config.group_size, config.head_dim, single_queries=decodes),
+        sizes=Sizes(
+            tokens.ids.shape[0],
+            block_size,
+            config.group_size,
+            config.head_dim,
+            single_queries=decodes,
+            invariant=model.setting.batch_invariant,
+        ),
         backend=model.setting.backend,
     )
     return Placement(

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import batched, islice
 
-from jaxllm.config import CacheSize
+from jaxllm.memory import CacheSize
 from jaxllm.request import Request
 from jaxllm.scheduling.block_hash import hash_blocks
 from jaxllm.scheduling.block_pool import BlockPool

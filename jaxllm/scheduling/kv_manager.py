@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from jaxllm.config import CacheSize
+from jaxllm.memory import CacheSize
 from jaxllm.request import Request
 from jaxllm.scheduling.block_hash import hash_blocks
 from jaxllm.scheduling.block_pool import BlockPool
@@ -204,8 +204,8 @@ class KVManager:
         return set(self._tables)
 
     def stats(self) -> KVStats:
-        """What the cache holds now."""
-        tables = self._tables.values()
+        """What the cache holds now; any thread may ask."""
+        tables = list(self._tables.values())
         num_duplicates = sum(len(table.ids) for table in tables) - self.num_used_blocks
         num_tokens = sum(min(table.request.num_computed, len(table.ids) * self.block_size) for table in tables)
         return KVStats(

@@ -9,13 +9,16 @@ rank of its own. `scheduling_policy` takes an instance, or where to find the cla
 
 from __future__ import annotations
 
+import logging
 from abc import abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import ClassVar, Protocol
 
 from jaxllm.request import Request
-from jaxllm.scheduling.ranked_queue import Rank, RankedQueue
+from jaxllm.scheduling.ranked_queue import Rank, RankedQueue, are_alike
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
@@ -105,19 +108,53 @@ class RankedOrder(AdmissionOrder):
     def __init__(self) -> None:
         self._queue = RankedQueue()
         self._number = 0
+        self._first_rank: Rank | None = None
+        """All others have to be like it: any two in the queue can then be compared, whatever comes and goes."""
 
     @abstractmethod
     def rank(self, request: Request, is_back: bool) -> Rank:
-        """The request's rank; `is_back` says that it had been admitted before."""
+        """The request's rank; `is_back` says that it had been admitted before.
+
+        All ranks of a policy are tuples of the same length, with numbers (or texts) at the same places.
+        """
         ...
 
     def push(self, request: Request) -> None:
+        """Lets it wait, by its rank.
+
+        Raises:
+            ValueError: the rank cannot be compared with others; the request does not wait then.
+        """
+        rank = self.rank(request, False)
+        if fault := self._fault(rank):
+            raise ValueError(fault)
         self._number += 1
-        self._queue.push(request, self.rank(request, False), self._number)
+        self._queue.push(request, rank, self._number)
 
     def push_front(self, request: Request) -> None:
+        """Lets it wait, by its rank; as the next one, if that rank cannot be compared with others.
+
+        An error would end the engine here, and with it everybody's requests.
+        """
+        rank = self.rank(request, True)
+        if fault := self._fault(rank):
+            logger.error("%s. Request %s, which comes back, is next", fault, request.request_id)
+            rank = self._queue.peek_rank() if self._queue else self._first_rank
+            assert rank is not None, "nobody comes back who was never pushed"
         self._number += 1
-        self._queue.push(request, self.rank(request, True), -self._number)
+        self._queue.push(request, rank, -self._number)
+
+    def _fault(self, rank: Rank) -> str | None:
+        """What is wrong with a rank that is new; None if nothing is."""
+        known = self._first_rank
+        if are_alike(rank, rank if known is None else known):
+            self._first_rank = rank if known is None else known
+            return None
+        before = "" if known is None else f", and {known!r} before"
+        return (
+            f"scheduling_policy: {type(self).__name__}.rank returned {rank!r}{before}, which cannot be compared: have it "
+            "return a tuple, always of the same length, with numbers (or texts) at the same places"
+        )
 
     def peek(self) -> Request:
         return self._queue.peek()

@@ -12,10 +12,20 @@ from collections.abc import Iterator
 from jaxllm.request import Request
 
 type Rank = tuple[float, ...]
-"""Compared from the left; the lowest is next. Ranks of one queue have the same length."""
+"""Compared from the left; the lowest is next. Ranks of one queue are `are_alike`."""
 
 FEW = 64
 """Entries that are not worth cleaning up."""
+
+
+def are_alike(rank: object, other: object) -> bool:
+    """Whether both are tuples of the same length, and the values at each place can be compared."""
+    if not (isinstance(rank, tuple) and isinstance(other, tuple) and len(rank) == len(other)):
+        return False
+    try:
+        return all((one < two) in (True, False) for one, two in zip(rank, other, strict=True))
+    except (TypeError, ValueError):  # arrays raise the second: they have no single answer
+        return False
 
 
 class RankedQueue:
@@ -34,6 +44,10 @@ class RankedQueue:
 
     def peek(self) -> Request:
         return self._heap[0][2]
+
+    def peek_rank(self) -> Rank:
+        """The rank of who is next."""
+        return self._heap[0][0]
 
     def pop(self) -> Request:
         request = self._heap[0][2]

@@ -28,7 +28,7 @@ from collections import deque
 from collections.abc import Collection
 from dataclasses import dataclass
 
-from jaxllm.config import CacheSize
+from jaxllm.memory import CacheSize
 from jaxllm.outputs import TokenOutput
 from jaxllm.request import FinishReason, Request, RequestStatus
 from jaxllm.scheduling.displacement import Displacement

@@ -1,0 +1,74 @@
+"""The projection with one order of sums, interpreted on a CPU, against float64. That its bits never change is a fact
+about matrix units: `scripts/check_invariance.py` shows it on a GPU."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from jaxllm.kernels import invariant_linear as module
+from jaxllm.kernels.invariant_linear import Tile, choose_tile, invariant_linear
+from jaxllm.models.layers import Setting, Split, multiply
+from jaxllm.parallel.mesh import TENSOR_AXIS
+
+
+def make(num_tokens, outputs, inputs, dtype=jnp.bfloat16):
+    keys = jax.random.split(jax.random.key(num_tokens), 2)
+    size = np.prod(inputs)
+    x = jax.random.normal(keys[0], (num_tokens, *inputs), dtype)
+    weight = jax.random.normal(keys[1], (*outputs, *inputs)) / size**0.5
+    return x, weight.astype(dtype)
+
+
+def expected(x, weight, num_inputs):
+    x, weight = (np.asarray(array, np.float64) for array in (x, weight))
+    return np.tensordot(x, weight, (range(-num_inputs, 0), range(-num_inputs, 0)))
+
+
+def assert_close(found, x, weight, num_inputs):
+    assert found.dtype == x.dtype
+    np.testing.assert_allclose(np.asarray(found, np.float64), expected(x, weight, num_inputs), rtol=1e-2, atol=1e-2)
+
+
+@pytest.mark.parametrize("weight_first", [False, True])
+@pytest.mark.parametrize(
+    ("num_tokens", "outputs", "inputs"),
+    [(1, (96,), (64,)), (40, (3, 2, 16), (80,)), (70, (33,), (4, 24)), (32, (64,), (128,))],
+)
+def test_any_size(num_tokens, outputs, inputs, weight_first):
+    """Tokens, outputs and inputs that fill their tiles, and that do not."""
+    x, weight = make(num_tokens, outputs, inputs)
+    tile = Tile(16, 32, 64, 4, 2, weight_first)
+    found = invariant_linear(x, weight, num_inputs=len(inputs), tile=tile, interpret=True)
+    assert found.shape == (num_tokens, *outputs)
+    assert_close(found, x, weight, len(inputs))
+
+
+def test_the_tiles_of_every_size(monkeypatch):
+    """Those of `choose_tile`, on a product so small that most of a tile is masked; more rows of tiles than go abreast."""
+    monkeypatch.setattr(module, "TILES_ABREAST", 2)
+    for num_tokens in (1, 17, 65, 600):
+        x, weight = make(num_tokens, (40,), (48,))
+        assert_close(invariant_linear(x, weight, num_inputs=1, interpret=True), x, weight, 1)
+    assert len({choose_tile(num_tokens, outputs) for num_tokens in (1, 17, 65, 600) for outputs in (64, 30_000)}) == 7
+
+
+def test_nothing_is_read_past_the_end():
+    x, weight = make(5, (24,), (40,))
+    padded = jnp.pad(x, ((0, 0), (0, 8)), constant_values=jnp.nan)
+    found = jax.jit(lambda x, w: invariant_linear(x[:, :40], w, num_inputs=1, interpret=True))(padded, weight)
+    assert_close(found, x, weight, 1)
+
+
+@pytest.mark.parametrize("split", ["outputs", "inputs"])
+def test_on_several_devices(split):
+    """Each device has a part of the weight; the result is the same product."""
+    mesh = Mesh(np.array(jax.devices()[:2]), (TENSOR_AXIS,))
+    setting = Setting(jnp.dtype("bfloat16"), mesh, "pallas_interpret", batch_invariant=True)
+    x, weight = make(3, (32,), (64,))
+    sharded, whole = ("intermediate", 32 if split == "outputs" else 64), ("hidden", 64 if split == "outputs" else 32)
+    axes = Split.of([whole], [sharded]) if split == "outputs" else Split.of([sharded], [whole])
+    weight = jax.device_put(weight, NamedSharding(mesh, PartitionSpec(*axes.outputs, *axes.inputs)))
+    found = jax.jit(lambda x, weight: multiply(x, weight, axes, setting))(x, weight)
+    assert_close(found, x, weight, 1)
