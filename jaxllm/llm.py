@@ -89,6 +89,8 @@ class LLM:
         Raises:
             ValueError: a prompt or the parameters cannot be served.
         """
+        if not isinstance(params, BeamSearchParams):
+            raise ValueError(f"params={params!r} is not a BeamSearchParams")
         listed = _as_list(prompts)
         searches = [self._make_search(prompt, params) for prompt in listed]
         salts = [prompt.get("cache_salt") if isinstance(prompt, dict) else None for prompt in listed]
@@ -159,7 +161,7 @@ class LLM:
     def start_profile(self, folder: str | Path) -> None:
         """Records from now on what host and device do, below `folder`, for Perfetto, XProf and `stop_profile`.
 
-        On a GPU, steps then run kernel by kernel instead of as CUDA graphs, and take longer.
+        Steps are then done one a call; they take as long as others.
 
         Raises:
             ValueError: something is being recorded already.

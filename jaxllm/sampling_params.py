@@ -223,10 +223,10 @@ class BeamSearchParams:
     def __post_init__(self) -> None:
         _check("beam_width", self.beam_width, int, lambda v: v >= 1, "a whole number of 1 or above")
         _check("max_tokens", self.max_tokens, int, lambda v: v >= 1, "a whole number of 1 or above")
-        _check("length_penalty", self.length_penalty, float, lambda v: abs(v) < math.inf, "a finite number")
+        _check("length_penalty", self.length_penalty, float, lambda v: -50 <= v <= 50, "a number from -50 to 50")
         if not isinstance(self.ignore_eos, bool):
             raise ValueError(f"ignore_eos={self.ignore_eos!r} is not valid: use True or False")
-        if self.early_stopping not in (True, False, "never"):
+        if not isinstance(self.early_stopping, bool) and self.early_stopping != "never":
             raise ValueError(f"early_stopping={self.early_stopping!r} is not valid: use True, False or 'never'")
         if self.temperature != 0:
             raise ValueError(f"temperature={self.temperature!r} is not supported by beam search: use 0")

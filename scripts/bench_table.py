@@ -71,6 +71,8 @@ def _choices(engine: dict[str, Any]) -> Iterator[str]:
         yield f"{engine['attention_backend']} attention"
     if engine.get("disable_custom_all_reduce"):
         yield "NCCL"
+    if engine.get("batch_invariant"):
+        yield "batch-invariant"
 
 
 def read_entries(folder: Path) -> list[Entry]:

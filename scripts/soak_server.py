@@ -112,7 +112,8 @@ class Soak:
 
     async def _refused(self) -> None:
         data, status = self._random.choice(REFUSED)
-        async with self._session.post(self._url + "/v1/completions", data=data) as response:
+        headers = {"Content-Type": "application/json"}
+        async with self._session.post(self._url + "/v1/completions", data=data, headers=headers) as response:
             assert response.status == status, f"{response.status} for {data[:40]!r}"
             assert (await response.json())["error"]["message"]
 

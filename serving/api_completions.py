@@ -12,7 +12,7 @@ from jaxllm.outputs import CompletionOutput, RequestOutput
 from jaxllm.serving.answering import answer, new_id
 from jaxllm.serving.endpoint import Endpoint
 from jaxllm.serving.generation import Generation, get_timeout
-from jaxllm.serving.logprobs import CompletionLogprobsWriter, prompt_logprobs_body
+from jaxllm.serving.logprobs import CompletionLogprobsWriter, TokenLogprobs, prompt_logprobs_body
 from jaxllm.serving.prompts import as_prompts, encode_prompts
 from jaxllm.serving.protocol import Usage
 from jaxllm.serving.protocol_completions import Completion, CompletionChoice, CompletionLogprobs, CompletionRequest
@@ -64,6 +64,8 @@ class CompletionWriter:
         self._head = service.make_head(request_id)
         self._echoes = echoes
         self._vocabulary = _vocabulary(service, body)
+        self._prompt_logprobs: dict[str, Sequence[TokenLogprobs | None]] = {}
+        """By prompt: in a stream they come once, with the first of its answers, but are told with each."""
         self._begun: dict[int, CompletionLogprobsWriter] = {}
         """By the index of a choice: what writes its log-probabilities, if any are asked for."""
         self._is_only_text = body.logprobs is None and not (body.return_token_ids or body.continuous_usage)
@@ -162,7 +164,7 @@ class CompletionWriter:
         logprobs = list(one.logprobs or ())[: len(token_ids)]
         if with_echo:
             token_ids = output.prompt_token_ids + token_ids
-            logprobs = [*(output.prompt_logprobs or ()), *logprobs]
+            logprobs = [*self._prompt_logprobs.setdefault(output.request_id, output.prompt_logprobs or ()), *logprobs]
         return writer.write(token_ids, logprobs, self._body.logprobs)
 
 

@@ -18,7 +18,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from jaxllm.serving.errors import ApiError, error_response
 from jaxllm.serving.generation import ClientGone
 from jaxllm.serving.metrics import Metrics
-from jaxllm.serving.streaming import SEND_PART
+from jaxllm.serving.streaming import CLIENT_LEFT, SEND_PART
 
 logger = logging.getLogger(__name__)
 
@@ -83,6 +83,7 @@ class Observed:
         counter, user = getattr(state, "counter", None), getattr(state, "user", None)
         tokens = f", {counter.num_prompt} tokens read, {counter.num_generated} written" if counter else ""
         who = f", user {user!r}" if user else ""
+        who += ", the client left" if scope["state"].get(CLIENT_LEFT) else ""
         logger.log(level, "%s %s %r %d in %.3f s%s%s", request_id, scope["method"], path, status, seconds, tokens, who)
 
 

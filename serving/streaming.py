@@ -29,6 +29,8 @@ _HEADERS = [
 
 SEND_PART = "send_part"
 """In a request's state: sends parts of its response's body, but not their beginning."""
+CLIENT_LEFT = "client_left"
+"""In a request's state: nobody read the stream to its end."""
 
 _encode = msgspec.json.Encoder().encode
 
@@ -87,6 +89,7 @@ class EventStream:
         except ClientGone:
             if not body.has_begun:
                 raise
+            scope["state"][CLIENT_LEFT] = True
         except Exception as error:
             if not body.has_begun:
                 raise

@@ -8,7 +8,7 @@ import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxllm.kernels import invariant_linear as module
-from jaxllm.kernels.invariant_linear import Tile, choose_tile, invariant_linear
+from jaxllm.kernels.invariant_linear import Tile, choose_tile, invariant_linear, invariant_parts
 from jaxllm.models.layers import Setting, Split, multiply
 from jaxllm.parallel.mesh import TENSOR_AXIS
 
@@ -51,7 +51,30 @@ def test_the_tiles_of_every_size(monkeypatch):
     for num_tokens in (1, 17, 65, 600):
         x, weight = make(num_tokens, (40,), (48,))
         assert_close(invariant_linear(x, weight, num_inputs=1, interpret=True), x, weight, 1)
-    assert len({choose_tile(num_tokens, outputs) for num_tokens in (1, 17, 65, 600) for outputs in (64, 30_000)}) == 7
+
+
+@pytest.mark.parametrize(
+    ("num_tokens", "num_outputs", "tokens", "outputs"),
+    [
+        *((1, 28672, 16, 64), (16, 4096, 16, 32), (17, 6144, 64, 64), (64, 1024, 64, 32), (256, 28672, 128, 256)),
+        *((256, 6144, 128, 128), (256, 4096, 128, 64), (128, 4096, 64, 64), (8192, 4096, 128, 256), (65, 40, 64, 64)),
+    ],
+)
+def test_tiles_are_smaller_where_there_are_few(num_tokens, num_outputs, tokens, outputs):
+    assert choose_tile(num_tokens, num_outputs)[:2] == (tokens, outputs)
+
+
+@pytest.mark.parametrize(("inputs", "num_parts"), [((512,), 2), ((2, 320), 1), ((128,), 1)])
+def test_a_long_sum_has_two_parts_whatever_the_tokens(inputs, num_parts, monkeypatch):
+    monkeypatch.setattr(module, "LONG_SUM", 256)
+    for num_tokens in (1, 70):
+        x, weight = make(num_tokens, (40,), inputs)
+        parts = invariant_parts(x, weight, num_inputs=len(inputs), interpret=True)
+        assert (parts.shape, parts.dtype) == (
+            (num_parts, num_tokens, 40),
+            jnp.float32 if num_parts > 1 else jnp.bfloat16,
+        )
+        assert_close(parts.sum(axis=0).astype(jnp.bfloat16), x, weight, len(inputs))
 
 
 def test_nothing_is_read_past_the_end():

@@ -4,6 +4,7 @@ import concurrent.futures
 import contextlib
 import itertools
 import json
+import logging
 import re
 import resource
 import socket
@@ -219,7 +220,8 @@ def ends(server, reason):
     return metric(server, "jaxllm:request_success_total", finished_reason=reason)
 
 
-def test_answers_that_nobody_waited_for_are_counted():
+def test_answers_that_nobody_waited_for_are_counted(caplog):
+    caplog.set_level(logging.INFO, "jaxllm.serving.middleware")
     with fake_server(FakeAsyncLLM(step_seconds=0.01, max_num_seqs=2)) as server:
         assert post(server, headers={"x-request-timeout": "0.05"}, n=2, max_tokens=100).status_code == 504
         assert ends(server, "abort") == 2
@@ -229,6 +231,9 @@ def test_answers_that_nobody_waited_for_are_counted():
             next(stream.iter_raw())
         while server.engine.running or ends(server, "abort") < 3:
             time.sleep(0.01)
+        assert [
+            line.endswith("the client left") for line in caplog.messages if " 200 in " in line and "metrics" not in line
+        ] == [True]
         assert error_of(post(server, allowed_token_ids=[999]))
         assert post(server).status_code == 200
         with concurrent.futures.ThreadPoolExecutor() as pool:

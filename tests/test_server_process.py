@@ -5,6 +5,7 @@ import concurrent.futures
 import json
 import math
 import os
+import random
 import re
 import signal
 import subprocess
@@ -115,6 +116,51 @@ def test_a_prompt_scored_by_harnesses_is_the_answer_scored(client):
     prompt = [*b"Hello", *answer.token_ids]
     told = client.completions.create(model="tiny", prompt=prompt, echo=True, logprobs=1, max_tokens=0).choices[0]
     assert told.logprobs.token_logprobs[5:] == pytest.approx(answer.logprobs.token_logprobs, abs=1e-4)
+
+
+CHOICES = {
+    "prompt": ("hi", ["a", "é"], [1, 2, 3], [[200, 7], [195]], "🙂 🙂 "),
+    "n": (1, 1, 2, 3),
+    "max_tokens": (0, 1, 3, 12, 40),
+    "logprobs": (None, 0, 1, 3),
+    "stop": ((), ["\ufffd"], [" ", "e", "t"]),
+    "return_token_ids": (False, True),
+    "include_stop_str_in_output": (False, True),
+    "ignore_eos": (False, True),
+    "temperature": (0, 1),
+}
+
+
+def joined(chunks):
+    """What was told of each choice, in pieces or not."""
+    told = {}
+    for choice in (choice for chunk in chunks for choice in chunk["choices"]):
+        whole = told.setdefault(choice["index"], {"text": "", "tokens": [], "places": [], "logprobs": []})
+        whole["text"] += choice["text"]
+        whole["tokens"] += choice.get("token_ids") or []
+        told_of_tokens = choice["logprobs"] or dict.fromkeys(("tokens", "text_offset", "token_logprobs"), ())
+        whole["places"] += zip(told_of_tokens["tokens"], told_of_tokens["text_offset"], strict=True)
+        whole["logprobs"] += [one or 0.0 for one in told_of_tokens["token_logprobs"]]
+        if choice["finish_reason"]:
+            whole["end"] = choice["finish_reason"], choice["stop_reason"]
+    return told
+
+
+@pytest.mark.parametrize("echo", [False, True])
+def test_a_stream_is_the_whole_answer_in_pieces(server, echo):
+    chosen = random.Random(echo)
+    for seed in range(40):
+        body = {name: chosen.choice(choices) for name, choices in CHOICES.items()} | {"seed": seed, "echo": echo}
+        body["max_tokens"] = body["max_tokens"] or int(not echo)
+        whole = complete(server, **body).json()
+        *chunks, last = events(complete(server, **body, stream=True, stream_options={"include_usage": True}))
+        assert "error" not in last, (body, last)
+        expected = joined([whole])
+        for one in expected.values():
+            one["logprobs"] = pytest.approx(one["logprobs"], abs=1e-3)
+        assert joined(chunks) == expected, body
+        for name in ("prompt_tokens", "completion_tokens"):
+            assert last["usage"][name] == whole["usage"][name], body
 
 
 def test_the_openai_package_with_asyncio(server):

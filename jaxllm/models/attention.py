@@ -90,9 +90,12 @@ class Attention(nnx.Module):
         backend = self.setting.backend
         norm = None if norm_scale is None else HeadNorm(norm_scale, eps)
         with jax.named_scope("write_kv"):
-            slots = (placement.block, placement.offset)
             q, keys, values = rotate_and_write(
-                *(qkv, *rotation, *cache, *slots),
+                qkv,
+                *rotation,
+                *cache,
+                placement.block,
+                placement.offset,
                 norm=norm,
                 dtype=self.setting.dtype,
                 invariant=self.setting.batch_invariant,

@@ -19,7 +19,7 @@ from jaxtyping import Array, Float, Int
 
 from jaxllm.kernels.add_rms_norm import add_rms_norm
 from jaxllm.kernels.backend import Backend
-from jaxllm.kernels.invariant_linear import invariant_linear
+from jaxllm.kernels.invariant_linear import invariant_linear, invariant_parts
 from jaxllm.kernels.linear import linear, partial_products
 from jaxllm.model_config import ModelConfig
 from jaxllm.parallel.mesh import TENSOR_AXIS
@@ -44,6 +44,11 @@ class Setting:
     def platform(self) -> str:
         """ "cpu", "gpu"."""
         return self.mesh.devices.flat[0].platform
+
+    @property
+    def interpret(self) -> bool:
+        """Kernels for GPUs are interpreted on a CPU."""
+        return self.backend == "pallas_interpret"
 
 
 def parameter(axes: Sequence[Axis], dtype: jnp.dtype) -> nnx.Param:
@@ -76,7 +81,7 @@ def multiply(
         return linear(x, weight, num_inputs=num_inputs, platform=setting.platform)
 
     def local(x, weight):
-        y = invariant_linear(x, weight, num_inputs=num_inputs, interpret=setting.backend == "pallas_interpret")
+        y = invariant_linear(x, weight, num_inputs=num_inputs, interpret=setting.interpret)
         return jax.lax.psum(y, TENSOR_AXIS) if any(split.inputs) else y
 
     in_specs = PartitionSpec(None, *split.inputs), PartitionSpec(*split.outputs, *split.inputs)
@@ -98,11 +103,13 @@ class Projection(nnx.Module):
 
     def parts(self, x: Float[Array, "tokens *inputs"]) -> Float[Array, "splits tokens *outputs"]:
         """Parts that add up to `__call__`: several in float32 where the reader's kernel adds them, else one."""
-        whole = self.setting.backend == "xla" or self.setting.batch_invariant
-        if whole or self.bias is not None or self._devices_add_up:
+        if self.bias is not None or self.setting.backend == "xla" or self._devices_add_up:
             return self(x)[None]
+        in_parts = partial_products
+        if self.setting.batch_invariant:
+            in_parts = partial(invariant_parts, interpret=self.setting.interpret)
         local = jax.shard_map(
-            partial(partial_products, num_inputs=len(self.split.inputs)),
+            partial(in_parts, num_inputs=len(self.split.inputs)),
             mesh=self.setting.mesh,
             in_specs=(REPLICATED, PartitionSpec(*self.split.outputs, *self.split.inputs)),
             out_specs=PartitionSpec(None, None, *self.split.outputs),
