@@ -1,15 +1,16 @@
-"""Writes the README's table of measured numbers from benchmarks/*.json.
+"""Writes the tables of measured numbers from benchmarks/*.json: all into benchmarks/README.md, the main ones into README.md.
 
     .venv/bin/python scripts/bench_table.py [--check]
 
-What lies between the two markers in README.md is replaced. Of a figure that was measured several times on the same
-kind of machine, the newest is taken. --check writes nothing and fails if the README is not up to date.
+What lies between the two markers in these files is replaced. Of a figure that was measured several times on the same
+kind of machine, the newest is taken. --check writes nothing and fails if a file is not up to date.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import re
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -20,6 +21,12 @@ ROOT = Path(__file__).resolve().parent.parent
 BEGIN = "<!-- benchmarks: begin. Written by scripts/bench_table.py from benchmarks/*.json. -->"
 END = "<!-- benchmarks: end -->"
 NO_MODEL = "value"
+MAIN = re.compile(
+    r"process start|decode step, context|one stream|time to first token|nano-vllm's benchmark, (greedy|sampled)|"
+    r"prompts of|nothing shared|prefix cached|streams: (output|TTFT|ITL)|restor|all at once|decode attention, \d+ x \d+ tokens, 32|"
+    r"prompt attention|sampler"
+)
+"""Figures for README.md."""
 
 
 @dataclass(frozen=True)
@@ -130,22 +137,29 @@ def replace(readme: str, text: str) -> str:
     before, begin, rest = readme.partition(BEGIN)
     _, end, after = rest.partition(END)
     if not begin or not end:
-        raise ValueError(f"README.md lacks one of the markers: put {BEGIN} and {END} where the table belongs")
+        raise ValueError(f"the file lacks one of the markers: put {BEGIN} and {END} where the table belongs")
     return f"{before}{BEGIN}\n{text}{END}{after}"
+
+
+def make_files() -> dict[Path, str]:
+    """Both files as they should be."""
+    entries = read_entries(ROOT / "benchmarks")
+    main = [entry for entry in entries if MAIN.search(entry.figure["name"])]
+    chosen = {ROOT / "README.md": main, ROOT / "benchmarks" / "README.md": entries}
+    return {file: replace(file.read_text(encoding="utf-8"), make_text(some)) for file, some in chosen.items()}
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--check", action="store_true", help="only say whether the README is up to date")
+    parser.add_argument("--check", action="store_true", help="only say whether the files are up to date")
     arguments = parser.parse_args()
-    readme = ROOT / "README.md"
-    old = readme.read_text(encoding="utf-8")
-    new = replace(old, make_text(read_entries(ROOT / "benchmarks")))
+    old = [file for file, text in make_files().items() if file.read_text(encoding="utf-8") != text]
     if arguments.check:
-        if new != old:
-            print("README.md is not up to date: run scripts/bench_table.py", file=sys.stderr)
-        return int(new != old)
-    readme.write_text(new, encoding="utf-8")
+        for file in old:
+            print(f"{file.relative_to(ROOT)} is not up to date: run scripts/bench_table.py", file=sys.stderr)
+        return len(old)
+    for file, text in make_files().items():
+        file.write_text(text, encoding="utf-8")
     return 0
 
 

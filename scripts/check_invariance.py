@@ -159,7 +159,8 @@ def main() -> int:
         print(f"{figures[-1].name}: {figures[-1].value} {dict(figures[-1].details)}", flush=True)
     machine = describe_machine(jax.devices()[: arguments.tensor_parallel_size])
     report = Report("invariance", arguments.model, machine, {"engine": fields}, figures)
-    command = "scripts/check_invariance.py" + (" --fastest" if arguments.fastest else "")
+    command = f"scripts/check_invariance.py --model {arguments.model} --requests {arguments.requests}"
+    command += " --fastest" if arguments.fastest else ""
     report = dataclasses.replace(report, command=command, commit=arguments.commit or report.commit)
     name = "fastest" if arguments.fastest else "invariance"
     report.write(arguments.folder / f"{report.date[:10]}-{name}-{arguments.model}.json")

@@ -2,13 +2,19 @@
 
 import json
 import logging
+import signal
+import time
+from concurrent.futures import ThreadPoolExecutor
 
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from tiny_model import VOCAB, write_model
+from tqdm import tqdm
+from tqdm.std import TqdmDefaultWriteLock
 
 from jaxllm import LLM, LLMEngine, SamplingParams
+from jaxllm.engine.start import make_progress_lock
 
 OPTIONS = {"max_num_seqs": 2, "max_num_batched_tokens": 16, "compilation_cache": False, "dtype": "float32"}
 DEFAULTS = {"temperature": 0.6, "top_p": 0.95, "top_k": 20, "max_new_tokens": 7, "do_sample": True, "eos_token_id": 269}
@@ -53,3 +59,15 @@ BAD = [
 def test_what_cannot_be_used_is_named(folder, fields, message):
     with pytest.raises(ValueError, match=message):
         LLMEngine(str(folder), **OPTIONS, **fields)
+
+
+def test_ctrl_c_leaves_no_progress_bar_locked(monkeypatch):
+    """Else the threads that compile would wait for ever, and the process with them."""
+    monkeypatch.delattr(tqdm, "_lock", raising=False)
+    monkeypatch.setattr(TqdmDefaultWriteLock, "create_mp_lock", lambda: signal.raise_signal(signal.SIGINT))
+    with pytest.raises(KeyboardInterrupt):
+        make_progress_lock()
+        time.sleep(5)  # the signal comes a little later
+    with ThreadPoolExecutor(1) as pool:
+        lock = TqdmDefaultWriteLock.th_lock
+        assert pool.submit(lambda: lock.acquire(timeout=5) and lock.release() is None).result(), "it is locked"

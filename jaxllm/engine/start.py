@@ -6,9 +6,12 @@ Invariant: what is wrong with the choices or the model is a ValueError before an
 from __future__ import annotations
 
 import logging
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+
+from tqdm import tqdm
 
 from jaxllm.config import EngineConfig
 from jaxllm.engine.core import EngineCore
@@ -35,6 +38,7 @@ def start_core(config: EngineConfig, take_source: Callable[[ModelConfig, Path | 
     """
     started = time.perf_counter()
     make_order(config.scheduling_policy)  # for its errors
+    make_progress_lock()
     prepare_devices(config)
     with open_source(config) as source:
         mesh = make_mesh(config)
@@ -47,3 +51,13 @@ def start_core(config: EngineConfig, take_source: Callable[[ModelConfig, Path | 
     seconds, size = time.perf_counter() - started, runner.size
     logger.info("%s ready after %.1f s, K/V cache of %d tokens", config.model, seconds, size.num_tokens)
     return core
+
+
+def make_progress_lock() -> None:
+    """Makes the lock that all progress bars share, before the threads that compile need it.
+
+    In a thread of its own: Ctrl-C, which reaches the main one only, would leave it locked for ever.
+    """
+    thread = threading.Thread(target=tqdm.get_lock)
+    thread.start()
+    thread.join()
