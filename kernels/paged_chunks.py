@@ -4,8 +4,9 @@ A tile of queries of one row and one K/V head is one program's. It walks over th
 split and merges the splits in order: a token's result does not depend on how its prompt was cut into chunks of
 two tokens or more.
 Splits may be longer than decoding's (on an H200 they have no end: folding every 1,024 tokens costs 5 %), and
-the matrix units add up in another order for a tile than for a token: a token computed in a chunk has not the
-bits it has when it is decoded.
+a tile's weights are added up in another order than a token's: a token computed in a chunk has not the bits it
+has when it is decoded. With `Call.invariant` it has: splits and tiles of the context are decoding's, and the matrix
+units add up the weights.
 """
 
 from __future__ import annotations

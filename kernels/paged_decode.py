@@ -4,7 +4,8 @@ It is the same, bit for bit, in a step where other rows have more. A context is 
 of tokens, which are summed up on their own and folded in order, first those of a span of `SPLITS_PER_SPAN`, then
 the spans. How many there are, and the order of every
 sum, depend on the row alone: whether a program takes a split (little to do: more programs) or a whole span
-(fewer partial results) changes no bit.
+(fewer partial results) changes no bit. With `Call.invariant` there are no spans: splits are folded one by one, as
+the kernel of chunks does it.
 """
 
 from __future__ import annotations
@@ -71,11 +72,11 @@ class DecodeWork(NamedTuple):
 def prepare(block_tables, kv_lens, cu_q_lens, sizes: Sizes, launch: Launch) -> DecodeWork:
     """Lists the parts of the context of every row that has one token."""
     lengths = jnp.where(cu_q_lens[1:] - cu_q_lens[:-1] == 1, kv_lens, 0)
-    num_spans = jnp.sum(-(-lengths // (launch.split * SPLITS_PER_SPAN)))
     longest = block_tables.shape[1] * sizes.block_size
     if sizes.invariant:
         per_item, most = jnp.int32(1), kv_lens.shape[0] * -(-longest // launch.split)
     else:
+        num_spans = jnp.sum(-(-lengths // (launch.split * SPLITS_PER_SPAN)))
         per_item = jnp.where(num_spans <= MOST_SPANS_TO_SPLIT, 1, SPLITS_PER_SPAN)
         most = _most_items(kv_lens.shape[0], longest, launch)
     row, start, _, ends = cut(lengths, launch.split * per_item, most)

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import tracemalloc
+
 import pytest
+from toy_tokenizers import byte_level
 
 from jaxllm.engine.answer_groups import AnswerGroups
+from jaxllm.engine.answers import Answers
 from jaxllm.outputs import CompletionOutput, RequestOutput
 from jaxllm.request import Request
 from jaxllm.sampling_params import RequestOutputKind, SamplingParams
@@ -75,3 +79,14 @@ def test_an_id_can_be_used_again_once_its_group_is_finished():
 def test_the_number_of_answers_is_checked(n):
     with pytest.raises(ValueError, match=r"n=.* is not valid: use a whole number from 1 to 1024"):
         SamplingParams(n=n)
+
+
+def test_many_answers_to_a_long_prompt_hold_it_once():
+    request = Request("a", tuple(range(300, 20300)), SamplingParams(n=256), frozenset(), 30000, seed=0)
+    request.fork({f"{index}_a": index for index in range(1, 256)})
+    answers = Answers(byte_level())
+    tracemalloc.start()
+    answers.add(None, request)
+    size, _ = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert size < 2e6, "a list of it takes 160 kB"

@@ -100,6 +100,21 @@ def test_bytes_of_shards_are_those_that_arrays_take():
     assert held_bytes([split, whole], jax.devices()[0]) == 8
 
 
+def test_a_step_that_another_thread_launches_is_in_nobodys_way():
+    """It deletes arrays between any two looks at them: their shards are gone then, and asking for those fails."""
+
+    class Deleted:
+        """A moment later."""
+
+        def __init__(self, array):
+            self.shape, self.dtype, self.sharding = array.shape, array.dtype, array.sharding
+
+        def is_deleted(self):
+            return False
+
+    assert held_bytes([Deleted(jnp.zeros(5, jnp.int16))], jax.devices()[0]) == 10
+
+
 def fit_tiny(**fields):
     config = EngineConfig("m", dtype="float32", max_num_seqs=4, max_num_batched_tokens=16, **fields)
     mesh = Mesh(np.array(jax.devices()[:1]), (TENSOR_AXIS,))

@@ -64,6 +64,7 @@ def test_what_cannot_be_used_is_named(folder, fields, message):
 def test_ctrl_c_leaves_no_progress_bar_locked(monkeypatch):
     """Else the threads that compile would wait for ever, and the process with them."""
     monkeypatch.delattr(tqdm, "_lock", raising=False)
+    monkeypatch.setattr(TqdmDefaultWriteLock, "mp_lock", None, raising=False)
     monkeypatch.setattr(TqdmDefaultWriteLock, "create_mp_lock", lambda: signal.raise_signal(signal.SIGINT))
     with pytest.raises(KeyboardInterrupt):
         make_progress_lock()

@@ -267,9 +267,11 @@ def test_an_interrupt_in_the_middle_of_a_step_never_changes_tokens(folder, monke
 
         interrupted_at(PendingStep, "result")
         assert llm.generate(prompt, GREEDY)[0].outputs[0].token_ids == expected
-        interrupted_at(kv, "take_moves")
-        with pytest.raises(RuntimeError, match="KeyboardInterrupt came in the middle of a step"):
-            llm.generate(prompt, GREEDY)
+        for place, name in ((kv, "take_moves"), (llm.engine.answers, "process")):
+            interrupted_at(place, name)
+            with pytest.raises(RuntimeError, match="KeyboardInterrupt came in the middle of a step"):
+                llm.generate(prompt, GREEDY)
+            llm.engine.core._end = None
 
 
 def test_ctrl_c_stays_ignored_where_it_was():

@@ -45,8 +45,8 @@ def test_outputs_hold_everything_so_far() -> None:
 
 def test_request_output_names_the_prompt() -> None:
     processor = OutputProcessor(TOY)
-    processor.add("a", "hello", (1, 2), SamplingParams())
-    processor.add("b", None, (3,), SamplingParams())
+    processor.add("a", "hello", [1, 2], SamplingParams())
+    processor.add("b", None, [3], SamplingParams())
     outputs, stopped = processor.process([step(b"x", name="b"), step(b"y", "length", name="a")])
     assert outputs == [
         RequestOutput("b", None, [3], [CompletionOutput(0, "x", [*b"x"], -0.5)], finished=False),

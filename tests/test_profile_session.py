@@ -5,6 +5,7 @@ import contextlib
 import gzip
 import itertools
 import json
+import shutil
 import threading
 
 import jax
@@ -133,6 +134,23 @@ def test_an_engine_that_is_closed_ends_its_session(tmp_path):
         llm.start_profile(tmp_path)
     with jax.profiler.trace(tmp_path):
         pass
+
+
+@pytest.mark.parametrize("when", ["ends", "is written"])
+def test_a_folder_that_is_gone_costs_one_session(llm, tmp_path, when):
+    """JAX goes on recording what it could not write; the next session begins all the same."""
+    core, folder = llm.engine.core, tmp_path / "gone"
+    core.start_profile(folder)
+    session = core.end_profile() if when == "is written" else None
+    shutil.rmtree(folder)
+    folder.touch()
+    with pytest.raises((OSError, jax.errors.JaxRuntimeError), match="directory"):
+        session.write() if session else core.end_profile()
+    with pytest.raises(jax.errors.JaxRuntimeError, match="directory"):
+        core.start_profile(tmp_path / "next")
+    folder.unlink()
+    core.start_profile(tmp_path / "next")
+    assert core.stop_profile().parent.parent.parent == tmp_path / "next"
 
 
 @contextlib.asynccontextmanager

@@ -89,6 +89,8 @@ BAD_BEAMS = [
     ({"temperature": 0.5}, "temperature=0.5 is not supported by beam search: use 0"),
     ({"length_penalty": float("inf")}, "length_penalty=inf is not valid"),
     ({"early_stopping": "always"}, "early_stopping='always' is not valid: use True, False or 'never'"),
+    ({"early_stopping": 1}, "early_stopping=1 is not valid"),
+    ({"length_penalty": 1e308}, "length_penalty=1e\\+308 is not valid: use a number from -50 to 50"),
     ({"ignore_eos": 0}, "ignore_eos=0 is not valid"),
 ]
 

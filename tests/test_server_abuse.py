@@ -19,7 +19,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from server_process import fake_server
 from test_server_end import EndingServer
 
-from jaxllm.serving import admission, http_protocol
+from jaxllm.serving import admission, http_protocol, listening
 from jaxllm.serving.admission import Admission
 from jaxllm.serving.errors import ApiError
 from jaxllm.serving.http_protocol import MAX_HEAD_BYTES
@@ -306,3 +306,13 @@ def test_more_clients_than_a_process_may_usually_have_files(monkeypatch):
             assert answer(connection)[0] == 200
     server.process.terminate()
     assert server.end()[0] == 0
+
+
+def test_a_limit_of_files_that_is_too_low_is_told(monkeypatch, caplog):
+    monkeypatch.setattr(
+        listening, "resource", SimpleNamespace(RLIMIT_NOFILE=0, RLIM_INFINITY=-1, getrlimit=lambda _: (99, 99))
+    )
+    listening.allow_connections(99)
+    assert not caplog.messages
+    listening.allow_connections(100)
+    assert "ulimit -n" in caplog.text

@@ -31,8 +31,9 @@ class Answers:
         for one in members:
             if one.request_id in self._processor or one.request_id in self._groups:
                 raise ValueError(f"request_id={one.request_id!r} is in use by an unfinished request: choose another")
+        prompt_ids = list(request.prompt_ids)  # one for all: it may be long, and they may be many
         for one in members:
-            self._processor.add(one.request_id, text, list(one.prompt_ids), one.params)
+            self._processor.add(one.request_id, text, prompt_ids, one.params)
         if request.children:
             self._groups.add(request)
 

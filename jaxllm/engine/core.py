@@ -79,14 +79,16 @@ class EngineCore:
             self.log.begin()
             with annotate_step():
                 outputs = self._run_step()
-        except Exception as error:
-            self._end = error
-            raise
         except BaseException as error:
-            if not self._waits:
-                self._end = RuntimeError(f"{type(error).__name__} came in the middle of a step")
+            if isinstance(error, Exception) or not self._waits:
+                self.give_up(error)
             raise
         return outputs
+
+    def give_up(self, error: BaseException) -> None:
+        """No step can follow this one, of which something is lost."""
+        is_interrupt = not isinstance(error, Exception)
+        self._end = RuntimeError(f"{type(error).__name__} came in the middle of a step") if is_interrupt else error
 
     def abort(self, request_id: str, reason: FinishReason, stop_reason: str | None = None) -> bool:
         """Ends a request; its blocks are free at once. False if it had ended before."""
@@ -111,8 +113,10 @@ class EngineCore:
         self._check_alive()
         if self._session is not None:
             raise ValueError("a profile is being recorded already: stop it before another one is started")
-        if self._ended_session is not None and not self._ended_session.is_written:
-            raise ValueError("the last profile is being written: start another one when that is done")
+        if self._ended_session is not None:
+            if not self._ended_session.is_written:
+                raise ValueError("the last profile is being written: start another one when that is done")
+            self._ended_session.stop()  # where it could not be written
         self._session = ProfilerSession(self.runner, folder, len(self._in_flight))
         return self._session
 
@@ -125,10 +129,9 @@ class EngineCore:
         """
         if self._session is None:
             raise ValueError("no profile is being recorded: start one first")
-        session, self._session = self._session, None
-        session.end()
-        self._ended_session = session
-        return session
+        self._ended_session, self._session = self._session, None
+        self._ended_session.end()
+        return self._ended_session
 
     def stop_profile(self) -> Path:
         """Ends the recording and writes it; returns its folder, for `jaxllm.profiling.report.write_report`.

@@ -76,10 +76,14 @@ class LLMEngine:
     def step(self) -> list[RequestOutput]:
         """Runs the model once; returns the new state of every request that got a token or ended."""
         token_outputs = self.core.step()
-        with annotate("detokenize"):
-            outputs, stopped = self.answers.process(token_outputs)
-        for stop in stopped:
-            self.core.abort(stop.request_id, FinishReason.STOP, stop.stop)
+        try:
+            with annotate("detokenize"):
+                outputs, stopped = self.answers.process(token_outputs)
+            for stop in stopped:
+                self.core.abort(stop.request_id, FinishReason.STOP, stop.stop)
+        except BaseException as error:  # Ctrl-C: answers would lack tokens from now on
+            self.core.give_up(error)
+            raise
         return outputs
 
     def abort_request(self, request_id: str) -> RequestOutput | None:

@@ -9,7 +9,7 @@ flight bring. The work of a step does not grow with the answers, and text that n
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from jaxllm.engine.detokenizer import IncrementalDetokenizer, TextVocabulary
@@ -42,13 +42,13 @@ class OutputProcessor:
         """Whether an unfinished request has this id."""
         return request_id in self._answers
 
-    def add(self, request_id: str, prompt: str | None, prompt_ids: Sequence[int], params: SamplingParams) -> None:
-        """Register a request, before its first token can come."""
+    def add(self, request_id: str, prompt: str | None, prompt_ids: list[int], params: SamplingParams) -> None:
+        """Register a request, before its first token can come; its outputs show `prompt_ids` as it is."""
         if request_id in self._answers:
             raise ValueError(f"request_id={request_id!r} belongs to a request that is not finished: use another one")
         switches = params.skip_special_tokens, params.spaces_between_special_tokens
         vocabulary = self._vocabularies[switches] if params.detokenize else None
-        self._answers[request_id] = _Answer(request_id, prompt, list(prompt_ids), params, vocabulary)
+        self._answers[request_id] = _Answer(request_id, prompt, prompt_ids, params, vocabulary)
 
     def process(self, token_outputs: Iterable[TokenOutput]) -> tuple[list[RequestOutput], list[StoppedRequest]]:
         """Take what a step did; returns the outputs that are due, and which requests a stop string ended.

@@ -8,6 +8,7 @@ a session. Invariants: what runs on the device within a session was launched wit
 
 from __future__ import annotations
 
+import contextlib
 import importlib.metadata
 import logging
 import time
@@ -51,7 +52,8 @@ class ProfilerSession:
         self.unprofiled_step_ms: float | None = None
         """Milliseconds of a step with nothing recorded, where somebody measured them for comparison."""
         self.is_written = False
-        """JAX is done with it, and another session can begin."""
+        """It is, or it is lost: another session can begin."""
+        self._is_recording = True
         self._runner, self._num_unread = runner, num_unread
         self._used: dict[str, jax.stages.Compiled] = {}
         # Seconds are too coarse for JAX's own name to be the session's alone.
@@ -72,16 +74,22 @@ class ProfilerSession:
             raise ValueError(f"no profile can be recorded: {error}") from error
 
     def end(self) -> None:
-        """Ends it, between two steps of the engine: those that are launched from now on are no part of it."""
+        """Ends it, between two steps of the engine: those that are launched from now on are no part of it.
+
+        Raises:
+            OSError: the folder cannot be written to any more; the session is lost.
+        """
         try:
             self._settle()
+            with annotate(SETTLED):
+                runner = self._runner
+                self._used = {**runner.executables.get_used(), **runner.scoring.get_used()}
+                jax.profiler.save_device_memory_profile(self.folder / MEMORY_FILE)
         except BaseException:
-            jax.profiler.stop_trace()
+            self.is_written = True
+            with contextlib.suppress(jax.errors.JaxRuntimeError):
+                self.stop()
             raise
-        with annotate(SETTLED):
-            runner = self._runner
-            self._used = {**runner.executables.get_used(), **runner.scoring.get_used()}
-            jax.profiler.save_device_memory_profile(self.folder / MEMORY_FILE)
 
     def write(self) -> Path:
         """Stops the recorder, which takes seconds; may run in a thread, beside the engine's steps.
@@ -90,11 +98,20 @@ class ProfilerSession:
             The session's folder, which holds everything that was recorded.
         """
         try:
-            jax.profiler.stop_trace()
+            self.stop()
             self._facts().write(self.folder)
         finally:
             self.is_written = True
         return self.folder
+
+    def stop(self) -> None:
+        """Stops the recorder, once.
+
+        Where JAX cannot write, it keeps what it recorded, and begins nothing else until it is told to stop again.
+        """
+        if self._is_recording:
+            jax.profiler.stop_trace()
+            self._is_recording = False
 
     def _settle(self) -> None:
         """Waits for what was launched."""

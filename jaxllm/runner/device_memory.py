@@ -7,6 +7,7 @@ whether the engine may start at all.
 from __future__ import annotations
 
 import logging
+import math
 import os
 import tempfile
 from collections.abc import Callable, Iterable, Sequence
@@ -89,13 +90,14 @@ def shard_bytes(specs: Iterable[Any]) -> int:
 
 
 def held_bytes(arrays: Iterable[jax.Array], device: Any) -> int:
-    """Bytes that arrays take on `device`; deleted ones take none."""
+    """Bytes that arrays take on `device`; deleted ones take none.
+
+    Their shards are not touched: a step that another thread launches meanwhile deletes those.
+    """
     return sum(
-        shard.data.nbytes
+        math.prod(array.sharding.shard_shape(array.shape)) * array.dtype.itemsize
         for array in arrays
-        if not array.is_deleted()
-        for shard in array.addressable_shards
-        if shard.device == device
+        if not array.is_deleted() and device in array.sharding.device_set
     )
 
 
