@@ -157,7 +157,7 @@ class EngineConfig:
         for name, kind in (
             *(("model", str), ("tokenizer", str | None), ("device", str | None)),
             *(("seed", int), ("enable_prefix_caching", bool), ("disable_custom_all_reduce", bool)),
-            ("batch_invariant", bool),
+            *(("enforce_eager", bool), ("batch_invariant", bool), ("compilation_cache", bool)),
         ):
             if not isinstance(getattr(self, name), kind):
                 raise ValueError(f"{name}={getattr(self, name)!r} has the wrong type: use {kind}")

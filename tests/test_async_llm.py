@@ -158,7 +158,7 @@ def test_classes_of_a_script_end_no_engine(engine, run, monkeypatch):
     prompt = {"prompt": "hello", "cache_salt": script.Text.E}
     params = dataclasses.replace(LONG, stop=script.Text.E, bad_words=[script.Text.E], max_tokens=4)
     assert run(ask(prompt, params, script.Number.NONE))[-1].finished
-    with pytest.raises(ValueError, match="Mine.*define it in a module, not in a script"):
+    with pytest.raises(ValueError, match=r"Mine.*define it in a module, not in a script"):
         run(ask("hello", mine(max_tokens=4)))
 
 

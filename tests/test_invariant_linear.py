@@ -9,7 +9,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxllm.kernels import invariant_linear as module
 from jaxllm.kernels.invariant_linear import Tile, choose_tile, invariant_linear, invariant_parts
-from jaxllm.models.layers import Setting, Split, multiply
+from jaxllm.model_config import ModelConfig
+from jaxllm.models.layers import QKNorm, Setting, Split, multiply
 from jaxllm.parallel.mesh import TENSOR_AXIS
 
 
@@ -95,3 +96,40 @@ def test_on_several_devices(split):
     weight = jax.device_put(weight, NamedSharding(mesh, PartitionSpec(*axes.outputs, *axes.inputs)))
     found = jax.jit(lambda x, weight: multiply(x, weight, axes, setting))(x, weight)
     assert_close(found, x, weight, 1)
+
+
+def test_sums_over_many_devices_have_the_order_of_the_devices():
+    """Of more than two: in float32, one after the other, rounded once. A CPU's own sums have this order, too."""
+    mesh = Mesh(np.array(jax.devices()[:4]), (TENSOR_AXIS,))
+    setting = Setting(jnp.dtype("bfloat16"), mesh, "pallas_interpret", batch_invariant=True)
+    x, weight = make(40, (32,), (256,))
+    axes = Split.of([("intermediate", 256)], [("hidden", 32)])
+    placed = jax.device_put(weight, NamedSharding(mesh, PartitionSpec(*axes.outputs, *axes.inputs)))
+    program = jax.jit(lambda x, weight: multiply(x, weight, axes, setting)).trace(x, placed)
+    assert "all_gather" in str(program.jaxpr) and "psum" not in str(program.jaxpr)
+    found = program.lower().compile()(x, placed)
+    total = jnp.zeros((40, 32))
+    for start in range(0, 256, 64):
+        part = slice(start, start + 64)
+        total += invariant_linear(x[:, part], weight[:, part], num_inputs=1, interpret=True).astype(jnp.float32)
+    np.testing.assert_array_equal(found, total.astype(jnp.bfloat16))
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_the_norm_over_all_heads(size):
+    """The numbers are XLA's; a program norms one vector of a token, so that its order of sums is the token's own."""
+    model = ModelConfig("olmo2", 64, 32, 1, 4, 2, 8, 64, 64, qk_norm="all")
+    mesh = Mesh(np.array(jax.devices()[:size]), (TENSOR_AXIS,))
+    keys = jax.random.split(jax.random.key(size), 2)
+    qkv, scale = jax.random.normal(keys[0], (33, 2, 4, 8), jnp.bfloat16), jax.random.normal(keys[1], (2, 3, 8))
+    qkv = jax.device_put(qkv, NamedSharding(mesh, PartitionSpec(None, TENSOR_AXIS)))
+    found = {}
+    for invariant in (False, True):
+        norm = QKNorm(model, Setting(jnp.dtype("bfloat16"), mesh, "pallas_interpret", batch_invariant=invariant))
+        norm.scale[...] = scale
+        found[invariant] = jax.jit(norm.over_heads)(qkv)
+        kernels = str(jax.make_jaxpr(norm.over_heads)(qkv)).count("name=add_rms_norm")
+        assert kernels == (2 if invariant else 0)
+    fastest, in_one_order = (np.asarray(one, np.float32) for one in found.values())
+    np.testing.assert_allclose(in_one_order, fastest, rtol=2**-7, atol=1e-6)
+    np.testing.assert_array_equal(in_one_order[:, :, -1], np.asarray(qkv, np.float32)[:, :, -1])

@@ -267,11 +267,11 @@ def test_an_interrupt_in_the_middle_of_a_step_never_changes_tokens(folder, monke
 
         interrupted_at(PendingStep, "result")
         assert llm.generate(prompt, GREEDY)[0].outputs[0].token_ids == expected
-        for place, name in ((kv, "take_moves"), (llm.engine.answers, "process")):
+        for place, name in ((llm.engine.answers, "process"), (kv, "take_moves")):
+            llm.engine.core._end = None
             interrupted_at(place, name)
             with pytest.raises(RuntimeError, match="KeyboardInterrupt came in the middle of a step"):
                 llm.generate(prompt, GREEDY)
-            llm.engine.core._end = None
 
 
 def test_ctrl_c_stays_ignored_where_it_was():
@@ -332,6 +332,8 @@ BAD_FIELDS = {
     "attention_backend": ({"attention_backend": "pallas"}, ValueError, "attention_backend='pallas' needs a GPU"),
     "batch_invariant": ({"batch_invariant": True}, ValueError, "batch_invariant=True needs a GPU"),
     "batch_invariant, no flag": ({"batch_invariant": 1}, ValueError, "batch_invariant=1 has the wrong type"),
+    "enforce_eager": ({"enforce_eager": "no"}, ValueError, "enforce_eager='no' has the wrong type"),
+    "compilation_cache": ({"compilation_cache": "off"}, ValueError, "compilation_cache='off' has the wrong type"),
     "seed": ({"seed": "x"}, ValueError, "seed='x' has the wrong type"),
     "utilization": ({"gpu_memory_utilization": 1.5}, ValueError, "gpu_memory_utilization=1.5"),
 }

@@ -2,6 +2,9 @@
 
 import dataclasses
 import json
+import re
+import shutil
+import weakref
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +18,7 @@ from jaxllm import LLM, SamplingParams
 from jaxllm.config import EngineConfig
 from jaxllm.engine.tokenizer import load_tokenizer
 from jaxllm.model_config import LayerKind, RopeConfig
-from jaxllm.models import orbax_checkpoint
+from jaxllm.models import conversion, orbax_checkpoint
 from jaxllm.models.conversion import convert
 from jaxllm.models.layers import Setting
 from jaxllm.models.orbax_folder import find_tokenizer, read_model, write_facts
@@ -116,6 +119,19 @@ def tree_names(folder):
     return {entry["key_metadata"][0]["key"] for entry in metadata["tree_metadata"].values()}
 
 
+def test_a_large_array_does_not_lie_beside_its_pieces(tmp_path, monkeypatch):
+    params = {"embed.weight": jnp.ones((40, 64)), "lm_head.weight": jnp.ones((40, 64))}
+    whole, saved = [weakref.ref(array) for array in params.values()], []
+
+    def save(checkpointer, folder, arguments):
+        saved.append([len(arguments.item), *(array() is None for array in whole)])
+
+    monkeypatch.setattr(orbax_checkpoint, "PIECE_SIZE", 1_000)
+    monkeypatch.setattr(orbax_checkpoint.ocp.Checkpointer, "save", save)
+    orbax_checkpoint.write_params(tmp_path / "out", params)
+    assert saved == [[6, True, True]] and params == {}
+
+
 def test_progress(converted, monkeypatch):
     """The bar counts the bytes of all parameters, as they are read."""
     monkeypatch.setattr(orbax_checkpoint, "BYTES_AT_ONCE", 20_000)
@@ -158,6 +174,23 @@ def test_a_folder_in_use_is_left_alone(tmp_path, original):
     with pytest.raises(ValueError, match="is there already: name a new folder"):
         convert(EngineConfig(str(original)), tmp_path)
     assert [file.name for file in tmp_path.iterdir()] == ["file"]
+
+
+def test_a_full_disk_leaves_nothing_behind(tmp_path, original, monkeypatch, capsys):
+    folder, usage = tmp_path / "out", shutil.disk_usage(tmp_path)
+    with monkeypatch.context() as patch:
+        patch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=1000))
+        assert main(["convert", str(original), str(folder)]) == 1
+    assert re.search(r"has no room for the model: it takes .*B, and 1000 B are free", capsys.readouterr().err)
+    assert not folder.exists()
+
+    def fail(*_):
+        raise OSError("the disk went away")
+
+    monkeypatch.setattr(conversion, "write_facts", fail)
+    with pytest.raises(OSError, match="the disk went away"):
+        convert(EngineConfig(str(original)), folder)
+    assert not folder.exists()
 
 
 @pytest.mark.parametrize(

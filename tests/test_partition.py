@@ -10,7 +10,7 @@ import pytest
 from jax.sharding import Mesh
 from many_heads import MODEL
 
-from jaxllm.models.expansion import Expansion, stored_specs
+from jaxllm.models.expansion import Expansion, stored_specs, whole_axis
 from jaxllm.models.layers import Setting
 from jaxllm.models.parameters import define_model
 from jaxllm.parallel.mesh import TENSOR_AXIS
@@ -117,6 +117,20 @@ def test_parameters_have_on_one_device_the_shape_of_a_checkpoint(name, size):
         assert expanded.shape == spec.shape
         np.testing.assert_array_equal(expanded, Expansion.of(path, spec, model).apply(jnp.asarray(array)))
         assert Expansion.of(path, stored[path], model).apply(array) is array
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("size", [1, 2, 6])
+def test_an_axis_that_every_device_has_whole(name, size):
+    """Along it arrays are cut into pieces: no device has a part of it, and no mesh changes its size."""
+    model = MODELS[name]
+    specs = define(model, size)
+    stored = stored_specs(specs, model)
+    for path, spec in specs.items():
+        axis = whole_axis(path) % len(spec.shape)
+        for one in (spec, stored[path]):
+            assert (*one.sharding.spec, *[None] * len(one.shape))[axis] is None, path
+        assert spec.shape[axis] == stored[path].shape[axis], path
 
 
 def test_what_the_places_of_a_projection_hold():

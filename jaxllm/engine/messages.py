@@ -179,7 +179,7 @@ def unpack(packed: bytes) -> Any:
     """What `pack` was given; raises as it does."""
     try:
         return pickle.loads(packed)
-    except Exception as error:  # noqa: BLE001 - by names, which may lead to anything here
+    except Exception as error:  # the names in it may lead to anything here
         raise ValueError(f"{error}: {IMPORT_REMEDY}") from error
 
 

@@ -45,7 +45,7 @@ class Attention(nnx.Module):
         kv_heads, heads = ("kv_heads", config.num_kv_heads), ("heads", config.num_heads)
         group = ("qkv", config.group_size + 2)
         self.qkv = Projection([hidden], [kv_heads, group, head_dim], setting, config.attention_bias)
-        self.qk_norm = None if config.qk_norm == "none" else QKNorm(config)
+        self.qk_norm = None if config.qk_norm == "none" else QKNorm(config, setting)
         self.out = Projection([heads, head_dim], [hidden], setting, config.attention_out_bias)
         self.scale = config.attention_scale or config.head_dim**-0.5
         self.window, self.soft_cap, self.setting = kind.window, config.attention_soft_cap, setting

@@ -6,9 +6,10 @@ mesh. They are made abstract (`flax.nnx.eval_shape`) and filled by the loader, s
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import partial, reduce
 from typing import NamedTuple
 
 import jax
@@ -82,11 +83,19 @@ def multiply(
 
     def local(x, weight):
         y = invariant_linear(x, weight, num_inputs=num_inputs, interpret=setting.interpret)
-        return jax.lax.psum(y, TENSOR_AXIS) if any(split.inputs) else y
+        return _add_devices(y, setting.mesh.size) if any(split.inputs) else y
 
     in_specs = PartitionSpec(None, *split.inputs), PartitionSpec(*split.outputs, *split.inputs)
     out_specs = PartitionSpec(None, *split.outputs)
     return jax.shard_map(local, mesh=setting.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)(x, weight)
+
+
+def _add_devices(y: Float[Array, "*shape"], num_devices: int) -> Float[Array, "*shape"]:
+    """The sum of what each device has, in the order of the devices: one that a library chooses depends on the size."""
+    if num_devices <= 2:  # a sum of two has one order
+        return jax.lax.psum(y, TENSOR_AXIS)
+    parts = jnp.unstack(jax.lax.all_gather(y, TENSOR_AXIS))
+    return reduce(operator.add, (part.astype(jnp.float32) for part in parts)).astype(y.dtype)
 
 
 class Projection(nnx.Module):
@@ -151,8 +160,8 @@ class QKNorm(nnx.Module):
     One parameter for both. That of single heads is part of `rotate_and_write`.
     """
 
-    def __init__(self, config: ModelConfig):
-        self.eps, self.over_all_heads = config.rms_norm_eps, config.qk_norm == "all"
+    def __init__(self, config: ModelConfig, setting: Setting):
+        self.eps, self.over_all_heads, self.setting = config.rms_norm_eps, config.qk_norm == "all", setting
         heads = [("kv_heads", config.num_kv_heads)] if self.over_all_heads else []
         axes = [*heads, ("qkv", config.group_size + 1), ("head_dim", config.head_dim)]
         self.scale = parameter(axes, jnp.dtype("float32"))
@@ -160,11 +169,32 @@ class QKNorm(nnx.Module):
     def over_heads(
         self, qkv: Float[Array, "tokens kv_heads qkv head_dim"]
     ) -> Float[Array, "tokens kv_heads qkv head_dim"]:
-        """The norm over all heads (`qk_norm="all"`), the K/V heads of every device, which XLA adds up."""
+        """The norm over all heads (`qk_norm="all"`), the K/V heads of every device, which XLA adds up.
+
+        XLA's order depends on how many tokens there are.
+        """
+        if self.setting.batch_invariant:
+            mesh, everywhere = self.setting.mesh, REPLICATED
+            whole = jax.shard_map(
+                self._in_one_order, mesh=mesh, in_specs=everywhere, out_specs=everywhere, check_vma=False
+            )
+            return whole(qkv, self.scale[...])
         wide = qkv[:, :, :-1].astype(jnp.float32)
         squares = self._mean_over_heads(jnp.mean(jnp.square(wide), axis=-1, keepdims=True))
         normed = wide * jax.lax.rsqrt(squares + self.eps) * self.scale[...]
         return jnp.concatenate([normed.astype(qkv.dtype), qkv[:, :, -1:]], axis=2)
+
+    def _in_one_order(
+        self, qkv: Float[Array, "tokens kv_heads qkv head_dim"], scale: Float[Array, "kv_heads qk head_dim"]
+    ) -> Float[Array, "tokens kv_heads qkv head_dim"]:
+        """All queries of a token as one vector, and all keys, each normed by one program."""
+        group = scale.shape[1] - 1
+        *normed, values = jnp.split(qkv, [group, group + 1], axis=2)
+        for index, by in enumerate(jnp.split(scale, [group], axis=1)):
+            x = normed[index]
+            flat, backend = x.reshape(len(x), -1), self.setting.backend
+            normed[index] = add_rms_norm(flat, None, by.reshape(-1), eps=self.eps, backend=backend)[1].reshape(x.shape)
+        return jnp.concatenate([*normed, values], axis=2)
 
     @staticmethod
     def _mean_over_heads(squares: Float[Array, "tokens kv_heads qk 1"]) -> Float[Array, "tokens 1 qk 1"]:

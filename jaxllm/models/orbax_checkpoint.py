@@ -29,13 +29,15 @@ CHUNK_BYTES = 32 << 20
 """Arrays are cut into chunks so that a device need not read what belongs to others."""
 
 
-def write_params(folder: Path, params: Mapping[str, jax.Array]) -> None:
+def write_params(folder: Path, params: dict[str, jax.Array]) -> None:
     """Writes parameters to a new folder, all or nothing.
 
     Args:
-        params: with the shapes of `stored_specs`, on any mesh.
+        params: with the shapes of `stored_specs`, on any mesh; emptied, so that no array lies beside its pieces.
     """
-    pieces = {name: piece for path, array in params.items() for name, piece in _cut(path, array).items()}
+    pieces: dict[str, jax.Array] = {}
+    for path in list(params):
+        pieces |= _cut(path, params.pop(path))
     save_args = {name: ocp.SaveArgs(chunk_byte_size=CHUNK_BYTES) for name in pieces}
     with ocp.Checkpointer(_handler()) as checkpointer:
         checkpointer.save(folder.absolute(), ocp.args.PyTreeSave(pieces, save_args))
