@@ -29,8 +29,13 @@ from jaxllm.bench.report import Figure, Report, describe_machine  # noqa: E402
 
 ENGINE = {"load_format": "dummy", "dtype": "bfloat16", "max_model_len": 2048, "compilation_cache": False}
 TOKENS, LONGEST_PROMPT, SEED = 64, 1500, 11
-SHORT_OF_MEMORY = {"num_gpu_blocks_override": 640, "max_num_batched_tokens": 256, "enforce_eager": True}
-"""A tenth of what the requests would like, and prompts in chunks of other sizes."""
+SHORT_OF_MEMORY = {
+    "block_size": 16,
+    "num_gpu_blocks_override": 256,
+    "max_num_batched_tokens": 256,
+    "enforce_eager": True,
+}
+"""A fifth of what 48 requests take together, and prompts in chunks of other sizes."""
 
 
 class Request(NamedTuple):

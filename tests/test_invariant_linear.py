@@ -7,11 +7,14 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from jaxllm.config import EngineConfig
 from jaxllm.kernels import invariant_linear as module
 from jaxllm.kernels.invariant_linear import Tile, choose_tile, invariant_linear, invariant_parts
 from jaxllm.model_config import ModelConfig
 from jaxllm.models.layers import QKNorm, Setting, Split, multiply
 from jaxllm.parallel.mesh import TENSOR_AXIS
+
+MODEL = ModelConfig("olmo2", 64, 32, 1, 4, 2, 8, 64, 64, qk_norm="all")
 
 
 def make(num_tokens, outputs, inputs, dtype=jnp.bfloat16):
@@ -118,14 +121,13 @@ def test_sums_over_many_devices_have_the_order_of_the_devices():
 @pytest.mark.parametrize("size", [1, 2])
 def test_the_norm_over_all_heads(size):
     """The numbers are XLA's; a program norms one vector of a token, so that its order of sums is the token's own."""
-    model = ModelConfig("olmo2", 64, 32, 1, 4, 2, 8, 64, 64, qk_norm="all")
     mesh = Mesh(np.array(jax.devices()[:size]), (TENSOR_AXIS,))
     keys = jax.random.split(jax.random.key(size), 2)
     qkv, scale = jax.random.normal(keys[0], (33, 2, 4, 8), jnp.bfloat16), jax.random.normal(keys[1], (2, 3, 8))
     qkv = jax.device_put(qkv, NamedSharding(mesh, PartitionSpec(None, TENSOR_AXIS)))
     found = {}
     for invariant in (False, True):
-        norm = QKNorm(model, Setting(jnp.dtype("bfloat16"), mesh, "pallas_interpret", batch_invariant=invariant))
+        norm = QKNorm(MODEL, Setting(jnp.dtype("bfloat16"), mesh, "pallas_interpret", batch_invariant=invariant))
         norm.scale[...] = scale
         found[invariant] = jax.jit(norm.over_heads)(qkv)
         kernels = str(jax.make_jaxpr(norm.over_heads)(qkv)).count("name=add_rms_norm")
@@ -133,3 +135,21 @@ def test_the_norm_over_all_heads(size):
     fastest, in_one_order = (np.asarray(one, np.float32) for one in found.values())
     np.testing.assert_allclose(in_one_order, fastest, rtol=2**-7, atol=1e-6)
     np.testing.assert_array_equal(in_one_order[:, :, -1], np.asarray(qkv, np.float32)[:, :, -1])
+
+
+@pytest.mark.parametrize(
+    ("fields", "platform", "message"),
+    [
+        ({}, "cpu", "needs a GPU"),
+        ({"dtype": "float32"}, "gpu", "dtype is float32"),
+        ({"attention_backend": "xla"}, "gpu", "needs attention_backend='pallas'"),
+    ],
+)
+def test_where_there_is_no_such_mode(fields, platform, message):
+    with pytest.raises(ValueError, match=message):
+        EngineConfig("m", batch_invariant=True, **fields).resolve(MODEL, platform)
+
+
+def test_a_float32_checkpoint_is_computed_in_bfloat16():
+    assert MODEL.dtype == "float32"
+    assert EngineConfig("m", batch_invariant=True).resolve(MODEL, "gpu").dtype == "bfloat16"
