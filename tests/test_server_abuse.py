@@ -6,7 +6,6 @@ import itertools
 import json
 import logging
 import re
-import resource
 import socket
 import subprocess
 import time
@@ -294,10 +293,12 @@ def test_a_second_server_does_not_take_a_unix_socket(tmp_path):
 
 
 def test_more_clients_than_a_process_may_usually_have_files(monkeypatch):
-    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    few = lambda: resource.setrlimit(resource.RLIMIT_NOFILE, (64, hard))  # noqa: E731
     popen = subprocess.Popen
-    monkeypatch.setattr(subprocess, "Popen", lambda *arguments, **options: popen(*arguments, **options, preexec_fn=few))
+
+    def with_few_files(command, **options):
+        return popen(["sh", "-c", 'ulimit -Sn 64; exec "$@"', "sh", *command], **options)
+
+    monkeypatch.setattr(subprocess, "Popen", with_few_files)
     server = EndingServer(max_waiting_requests=2)
     with contextlib.ExitStack() as stack:
         for _ in range(100):

@@ -44,6 +44,12 @@ each_layout = pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
 UNPACK = {layout: jax.jit(layout.unpack) for layout in LAYOUTS.values()}
 
 
+def model_on(backend):
+    """What of a model decides how its attention is prepared."""
+    setting = SimpleNamespace(backend=backend, batch_invariant=False)
+    return SimpleNamespace(setting=setting, config=SimpleNamespace(group_size=2, head_dim=64))
+
+
 def pack_and_unpack(layout, plan) -> StepInput:
     packed = layout.pack(plan)
     assert packed.dtype == np.int32 and packed.shape == (layout.size,)
@@ -253,7 +259,7 @@ def all_parts(state: DeviceState, step: StepInput, sampled: Sample):
     """The parts of `run_step` around the model, one after the other."""
     changed = apply_changes(state, step)
     tokens = lay_out_tokens(changed, step)
-    model = SimpleNamespace(setting=SimpleNamespace(backend="xla"), config=SimpleNamespace(group_size=2, head_dim=64))
+    model = model_on("xla")
     placement = place_tokens(model, changed, step, tokens, (NUM_BLOCKS, BLOCK_SIZE))
     return changed, tokens, placement, remember(changed, step, sampled)
 
@@ -271,9 +277,7 @@ def run_parts(rng, layout):
 @each_layout
 def test_only_steps_that_admit_are_prepared_for_rows_of_many_tokens(layout):
     rng = random.Random(0)
-    model = SimpleNamespace(
-        setting=SimpleNamespace(backend="pallas"), config=SimpleNamespace(group_size=2, head_dim=64)
-    )
+    model = model_on("pallas")
 
     def place(state, step):
         return place_tokens(model, state, step, lay_out_tokens(state, step), (NUM_BLOCKS, BLOCK_SIZE))
