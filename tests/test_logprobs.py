@@ -161,6 +161,6 @@ def test_what_the_model_cannot_do_is_refused(llm, fields, message):
 def test_words_that_differ_behind_a_space_count_twice(llm, monkeypatch):
     first_character = SimpleNamespace(encode=lambda text, add_special_tokens: [ord(text[0])])
     monkeypatch.setattr(llm.engine.request_maker, "_tokenizer", first_character)
-    params = SamplingParams(bad_words=[chr(ord("a") + number) for number in range(65)])
+    params = SamplingParams(bad_words=[chr(0x4E00 + number) for number in range(65)])
     with pytest.raises(ValueError, match="bad_words has 130 spellings"):
         llm.engine.add_request("request", [1, 2], params)
