@@ -153,14 +153,13 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--check", action="store_true", help="only say whether the files are up to date")
     arguments = parser.parse_args()
-    old = [file for file, text in make_files().items() if file.read_text(encoding="utf-8") != text]
-    if arguments.check:
-        for file in old:
+    changed = {file: text for file, text in make_files().items() if file.read_text(encoding="utf-8") != text}
+    for file, text in changed.items():
+        if arguments.check:
             print(f"{file.relative_to(ROOT)} is not up to date: run scripts/bench_table.py", file=sys.stderr)
-        return len(old)
-    for file, text in make_files().items():
-        file.write_text(text, encoding="utf-8")
-    return 0
+        else:
+            file.write_text(text, encoding="utf-8")
+    return len(changed) if arguments.check else 0
 
 
 if __name__ == "__main__":

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import itertools
 import os
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -75,14 +76,12 @@ def make_requests(count: int, vocab_size: int) -> list[Request]:
 
 def run(engine: LLMEngine, requests: Sequence[Request], steps_between: int = 0) -> Answers:
     """Answers to all of them, one added every `steps_between` steps, or all at once."""
-    waiting, answers, step = list(requests), {}, 0
-    while waiting or engine.has_unfinished_requests():
-        while waiting and (steps_between == 0 or step % steps_between == 0 or not engine.has_unfinished_requests()):
-            request = waiting.pop(0)
+    answers: dict[str, Answer] = {}
+    num_added, due = 0, len(requests) if steps_between == 0 else 1
+    for step in itertools.count(1):
+        for request in requests[num_added:due]:
             engine.add_request(request.name, request.prompt, request.params)
-            if steps_between:
-                break
-        step += 1
+        num_added = due
         for output in engine.step():
             if output.finished:
                 found = output.outputs[0]
@@ -90,6 +89,10 @@ def run(engine: LLMEngine, requests: Sequence[Request], steps_between: int = 0) 
                 answers[output.request_id] = Answer(
                     tuple(found.token_ids), tuple(of_one[token].logprob for token, of_one in chosen)
                 )
+        if len(answers) == len(requests):
+            break
+        if steps_between and (step % steps_between == 0 or not engine.has_unfinished_requests()):
+            due = min(num_added + 1, len(requests))
     return answers
 
 

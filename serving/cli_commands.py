@@ -25,7 +25,7 @@ from jaxllm.bench.settings import (
 )
 from jaxllm.config import ENGINE_TOPICS, EngineConfig
 from jaxllm.sampling_params import SAMPLING_TOPICS, RequestOutputKind, SamplingParams
-from jaxllm.serving.cli_flags import by_topic, commas, get_fields, pairs
+from jaxllm.serving.cli_flags import Unchecked, by_topic, commas, get_fields, pairs
 from jaxllm.serving.cli_small_commands import CommandFlags, Convert, Env, Models, Pull, Top
 from jaxllm.serving.server_settings import SERVER_TOPICS, ServerSettings
 
@@ -77,19 +77,13 @@ class ChatSamplingFlags(SamplingFlags):
 
 
 @dataclass(frozen=True)
-class ServerFlags(ServerSettings):
+class ServerFlags(Unchecked[ServerSettings], ServerSettings):
     """How the server is reached, and what it takes."""
 
     # Given once per value: a flag that takes many values would swallow the model behind it.
     served_model_name: Annotated[UseAppendAction[tuple[str, ...]], arg(metavar="NAME")] = ()
     api_key: Annotated[UseAppendAction[tuple[str, ...]], arg(metavar="KEY")] = ()
     allowed_origins: Annotated[UseAppendAction[tuple[str, ...]], arg(metavar="ORIGIN")] = ()
-
-    def __post_init__(self) -> None:
-        """No check here, where the message would name tyro's insides: `make_settings` checks."""
-
-    def make_settings(self) -> ServerSettings:
-        return ServerSettings(**get_fields(self))
 
 
 @dataclass(frozen=True)
@@ -119,27 +113,15 @@ class Prompts:
 
 
 @dataclass(frozen=True)
-class LatencyFlags(LatencySettings):
+class LatencyFlags(Unchecked[LatencySettings], LatencySettings):
     """What is measured."""
 
     rows: Annotated[tuple[int, ...], commas(int)] = LatencySettings.rows
 
-    def __post_init__(self) -> None:
-        """No check here, where the message would name tyro's insides: `make_settings` checks."""
-
-    def make_settings(self) -> LatencySettings:
-        return LatencySettings(**get_fields(self))
-
 
 @dataclass(frozen=True)
-class StartupFlags(StartupSettings):
+class StartupFlags(Unchecked[StartupSettings], StartupSettings):
     """What is measured."""
-
-    def __post_init__(self) -> None:
-        """No check here, where the message would name tyro's insides: `make_settings` checks."""
-
-    def make_settings(self) -> StartupSettings:
-        return StartupSettings(**get_fields(self))
 
 
 @dataclass(frozen=True)
@@ -154,41 +136,23 @@ class KernelFlags(KernelSettings):
 
 
 @dataclass(frozen=True)
-class ProfileFlags(ProfileSettings):
+class ProfileFlags(Unchecked[ProfileSettings], ProfileSettings):
     """What is recorded."""
 
     output: Annotated[str, arg(metavar="FOLDER")] = ProfileSettings.output
 
-    def __post_init__(self) -> None:
-        """No check here, where the message would name tyro's insides: `make_settings` checks."""
-
-    def make_settings(self) -> ProfileSettings:
-        return ProfileSettings(**get_fields(self))
-
 
 @dataclass(frozen=True)
-class LoadFlags(ServeSettings):
+class LoadFlags(Unchecked[ServeSettings], ServeSettings):
     """What is sent, and how fast."""
 
     concurrency: Annotated[tuple[int, ...], commas(int)] = ServeSettings.concurrency
     request_rate: Annotated[tuple[float, ...], commas(float, metavar="R")] = ServeSettings.request_rate
 
-    def __post_init__(self) -> None:
-        """No check here, where the message would name tyro's insides: `make_settings` checks."""
-
-    def make_settings(self) -> ServeSettings:
-        return ServeSettings(**get_fields(self))
-
 
 @dataclass(frozen=True)
-class ThroughputFlags(ThroughputSettings):
+class ThroughputFlags(Unchecked[ThroughputSettings], ThroughputSettings):
     """What is measured."""
-
-    def __post_init__(self) -> None:
-        """No check here, where the message would name tyro's insides: `make_settings` checks."""
-
-    def make_settings(self) -> ThroughputSettings:
-        return ThroughputSettings(**get_fields(self))
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ import itertools
 import textwrap
 from collections.abc import Callable, Mapping
 from types import NoneType, UnionType
-from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Literal, Union, cast, get_args, get_origin, get_type_hints
 
 from tyro.conf import arg
 from tyro.constructors import PrimitiveConstructorSpec
@@ -78,6 +78,23 @@ def pairs(
         is_instance=lambda value: isinstance(value, dict | None),
         str_from_instance=lambda value: [str(value)],
     )
+
+
+class Unchecked[S]:
+    """Flags of settings that are checked by `make_settings` only: earlier, the message would name tyro's insides."""
+
+    def __post_init__(self) -> None:
+        """In place of the settings' own."""
+
+    def make_settings(self) -> S:
+        """The settings, checked.
+
+        Raises:
+            ValueError: one of them is not valid.
+        """
+        kinds = (kind for kind in type(self).__mro__ if dataclasses.is_dataclass(kind))
+        settings = next(kind for kind in kinds if not issubclass(kind, Unchecked))
+        return cast(S, settings(**get_fields(self)))
 
 
 def get_fields(instance: Any) -> dict[str, Any]:

@@ -24,12 +24,8 @@ from jaxllm.serving.cli_input import Format, PromptRow, is_named_jsonl
 
 
 @contextmanager
-def open_output(path: str | None, field: str = "output") -> Iterator[TextIO]:
+def open_output(path: str | None) -> Iterator[TextIO]:
     """The file to write to, once `start_over` was called; standard output for None.
-
-    Args:
-        path: of the file.
-        field: that named it, for messages.
 
     Raises:
         ValueError: it cannot be written.
@@ -40,7 +36,7 @@ def open_output(path: str | None, field: str = "output") -> Iterator[TextIO]:
     try:
         file = Path(path).expanduser().open("a", encoding="utf-8")
     except OSError as error:
-        raise ValueError(f"{field}={path!r} cannot be written: {error.strerror}: name another file") from error
+        raise ValueError(f"output={path!r} cannot be written: {error.strerror}: name another file") from error
     with file:
         yield file
 

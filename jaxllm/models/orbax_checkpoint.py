@@ -81,16 +81,16 @@ def _handler() -> ocp.PyTreeCheckpointHandler:
     )
 
 
-def _bounds(path: str, array: jax.ShapeDtypeStruct | jax.Array) -> list[tuple[int, int]]:
-    """Where the pieces of a parameter begin and end along its whole axis: nearly equal, each of at least one row."""
+def _bounds(path: str, array: jax.ShapeDtypeStruct | jax.Array) -> dict[str, tuple[int, int]]:
+    """The pieces of a parameter, by their names in a checkpoint: where they begin and end along its whole axis.
+
+    They are nearly equal, each of at least one row.
+    """
     size = array.shape[whole_axis(path)]
     count = min(size, -(-array.size // PIECE_SIZE)) or 1
+    names = [path] if count == 1 else [f"{path}.{number}" for number in range(count)]
     ends = [size * number // count for number in range(count + 1)]
-    return list(itertools.pairwise(ends))
-
-
-def _names(path: str, count: int) -> list[str]:
-    return [path] if count == 1 else [f"{path}.{number}" for number in range(count)]
+    return dict(zip(names, itertools.pairwise(ends), strict=True))
 
 
 def _cut(path: str, array: jax.Array) -> dict[str, jax.Array]:
@@ -98,16 +98,17 @@ def _cut(path: str, array: jax.Array) -> dict[str, jax.Array]:
     bounds, axis = _bounds(path, array), whole_axis(path)
     if len(bounds) == 1:
         return {path: array}
-    pieces = [jax.lax.slice_in_dim(array, start, end, axis=axis) for start, end in bounds]
-    return dict(zip(_names(path, len(pieces)), pieces, strict=True))
+    return {name: jax.lax.slice_in_dim(array, start, end, axis=axis) for name, (start, end) in bounds.items()}
 
 
 def _piece_specs(path: str, spec: jax.ShapeDtypeStruct) -> dict[str, jax.ShapeDtypeStruct]:
     """What `_cut` makes of an array like this."""
-    bounds, axis = _bounds(path, spec), whole_axis(path) % len(spec.shape)
-    shapes = [(*spec.shape[:axis], end - start, *spec.shape[axis + 1 :]) for start, end in bounds]
-    specs = [jax.ShapeDtypeStruct(shape, spec.dtype, sharding=spec.sharding) for shape in shapes]
-    return dict(zip(_names(path, len(specs)), specs, strict=True))
+    axis = whole_axis(path) % len(spec.shape)
+    before, after = spec.shape[:axis], spec.shape[axis + 1 :]
+    return {
+        name: jax.ShapeDtypeStruct((*before, end - start, *after), spec.dtype, sharding=spec.sharding)
+        for name, (start, end) in _bounds(path, spec).items()
+    }
 
 
 def _check(checkpointer: ocp.Checkpointer, folder: Path, stored: Mapping[str, jax.ShapeDtypeStruct]) -> None:
